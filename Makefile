@@ -1,0 +1,45 @@
+# `make demo` shows it, `make test` proves it. Each target sets up .venv itself and reuses it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    install, fetch the default model, serve it, show a miss and a hit"
+	@echo "make test    run all tests"
+	@echo "make check   formatting, lint, types, import direction"
+	@echo "make bench   measure the figures in the README"
+	@echo "make clean   remove the environment and what was built"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || (echo "No venv: on Debian, apt install python3-venv" && exit 1)
+
+# The package itself, editable, with its compiled kernels.
+$(VENV)/installed: $(BIN)/python $(SOURCES)
+	$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/installed
+	$(BIN)/anaphora bench
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,20 @@
+// A pool for kernels: tasks are claimed one by one, so a core that is taken away by another
+// process only delays the one task it holds. Workers spin briefly between kernels, then park.
+#pragma once
+
+#include <type_traits>
+
+namespace anaphora {
+
+void run_tasks(int num_tasks, void (*task)(void* context, int index), void* context);
+
+// Calls body(i) for i in [0, num_tasks), each once, on any thread; returns when all are done.
+template <class Body>
+void parallel_for(int num_tasks, Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    run_tasks(
+        num_tasks, [](void* context, int i) { (*static_cast<Plain*>(context))(i); },
+        const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+}  // namespace anaphora

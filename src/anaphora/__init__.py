@@ -1,0 +1,1 @@
+"""Anaphora serves open-weight language models and computes every prompt prefix once."""

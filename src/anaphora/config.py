@@ -1,0 +1,93 @@
+"""What the operator chooses. Frozen; derived values are properties; sizes as people write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Literal
+
+from anaphora.errors import ConfigError
+
+Dtype = Literal["int8", "float32"]
+KVCacheDtype = Literal["auto", "float16", "float32"]
+
+DEFAULT_MODEL = "smollm2"
+ATTENTION_PARTITION = 512  # tokens; attention sums in partitions of this size, see csrc/kernels.h
+
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``96MiB``, ``2GiB`` or ``1.5 GB``; a bare number means GiB."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].lower() if match else ""
+    if not match or (unit and unit not in _UNITS):
+        raise ConfigError(
+            f"{text!r} is not a size; write for example 96MiB or 2GiB (a bare number means GiB)"
+        )
+    return int(float(match[1]) * _UNITS[unit or "gib"])
+
+
+def format_size(num_bytes: int) -> str:
+    """``num_bytes`` for people, in binary units."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that decides how a model is run. Raises ``ConfigError`` that names the option."""
+
+    model: str = DEFAULT_MODEL
+    dtype: Dtype = "int8"
+    kv_cache_dtype: KVCacheDtype = "auto"
+    max_model_len: int | None = None  # None: what the model and the cache allow
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_cache_memory: int | None = None  # bytes; None: what gpu_memory_utilization leaves
+    gpu_memory_utilization: float = 0.5
+    enable_prefix_caching: bool = True
+    threads: int | None = None  # None: the cores this process may use
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, ("int8", "float32"))
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float16", "float32"))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_flag(name)} is {value}; it must be at least 1")
+        if self.block_size % 16 or not 16 <= self.block_size <= ATTENTION_PARTITION // 2:
+            raise ConfigError(
+                f"--block-size is {self.block_size}; it must be 16, 32, 64, 128 or 256"
+            )
+        if ATTENTION_PARTITION % self.block_size:
+            raise ConfigError(
+                f"--block-size is {self.block_size}; it must be 16, 32, 64, 128 or 256"
+            )
+        if self.kv_cache_memory is not None and self.kv_cache_memory < 1:
+            raise ConfigError(f"--kv-cache-memory is {self.kv_cache_memory}; it must be above 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; "
+                "it must be above 0 and at most 1"
+            )
+
+    @property
+    def resolved_kv_cache_dtype(self) -> Literal["float16", "float32"]:
+        """``auto`` keeps K/V in float32 beside float32 weights and in float16 beside int8."""
+        if self.kv_cache_dtype != "auto":
+            return self.kv_cache_dtype
+        return "float32" if self.dtype == "float32" else "float16"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{_flag(name)} is {value!r}; choose one of {', '.join(choices)}")

@@ -1,0 +1,107 @@
+"""Every error Anaphora raises on purpose.
+
+AnaphoraError
+├── ConfigError            an option or file given by the operator          → exit status 2
+├── ModelError             a checkpoint that cannot be served as it is      → exit status 2
+│   ├── ModelNotFound      no such alias, file, directory or hub id
+│   ├── UnsupportedModel   an architecture, tensor type or field we lack
+│   └── CorruptCheckpoint  truncated, mis-shaped or damaged files
+├── RequestError           the client's mistake, with an HTTP status        → 4xx
+│   ├── InvalidRequest     400, names the field
+│   ├── ContextTooLong     400, context_length_exceeded
+│   ├── Unauthorized       401, invalid_api_key
+│   └── UnknownModel       404, model_not_found
+└── EngineError            our fault                                        → 5xx
+    ├── EngineDied         500, a running request was lost with its engine process
+    └── EngineUnavailable  503, a fresh engine is starting or the queue is full
+
+A message names the field, the value and the fix.
+"""
+
+from __future__ import annotations
+
+
+class AnaphoraError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(AnaphoraError):
+    """An option, size or file given by the operator cannot be used."""
+
+
+class ModelError(AnaphoraError):
+    """A checkpoint cannot be served as it is."""
+
+
+class ModelNotFound(ModelError):
+    """No such alias, file, directory or hub id."""
+
+
+class UnsupportedModel(ModelError):
+    """The checkpoint needs an architecture, tensor type or field that we do not implement."""
+
+
+class CorruptCheckpoint(ModelError):
+    """The checkpoint's files are truncated, mis-shaped or damaged."""
+
+
+class RequestError(AnaphoraError):
+    """The client's mistake; ``status``, ``kind``, ``param`` and ``code`` become the error body."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(RequestError):
+    """A field has a wrong type or value (400)."""
+
+
+class ContextTooLong(RequestError):
+    """Prompt and requested output do not fit the context (400)."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or wrong (401)."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served here (404)."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class EngineError(AnaphoraError):
+    """Our fault; ``status`` is what an HTTP client sees."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+
+class EngineDied(EngineError):
+    """The engine process died while it worked on this request (500)."""
+
+
+class EngineUnavailable(EngineError):
+    """No engine can take the request now; try again in ``retry_after`` seconds (503)."""
+
+    status = 503
+    kind = "service_unavailable_error"
+    code = "server_is_overloaded"
+
+    def __init__(self, message: str, *, retry_after: float = 2.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

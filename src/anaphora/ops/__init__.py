@@ -1,0 +1,1 @@
+"""The operations that models are written in, and the backends that provide them."""

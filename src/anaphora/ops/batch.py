@@ -1,0 +1,29 @@
+"""What one forward pass reads beside the weights and the K/V store."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A flat batch: T tokens of S sequences, one sequence's tokens side by side and in order.
+
+    Any mix of prefill chunks and single decode tokens; no phase, no padding.
+    """
+
+    token_ids: Int32  # [T]
+    positions: Int32  # [T] in the sequence, from 0
+    seq_index: Int32  # [T] the token's row in block_tables
+    slots: Int64  # [T] where its K and V go: block_id * block_size + offset
+    block_tables: Int32  # [S, max_blocks], unused entries 0
+    logit_rows: Int32  # [R] the tokens whose logits are wanted
+
+    def __len__(self) -> int:
+        return len(self.token_ids)

@@ -1,0 +1,240 @@
+"""The plain data that travels between the parts: requests, their outputs, and counters.
+
+These are msgspec structs because they also cross the socket to the engine process.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from anaphora.errors import ContextTooLong, InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_CHOICES = 128  # n
+MAX_LOGPROBS = 20  # as OpenAI's top_logprobs
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**64 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens for one request. Raises ``InvalidRequest`` that names the bad field.
+
+    ``temperature`` 0 is greedy. ``max_tokens`` None means up to the context's end. ``logprobs`` is
+    the number of alternatives to report beside the chosen token, None for no logprobs at all.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}  # msgspec copies it for each instance
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, math.inf)
+        _check_range("min_tokens", self.min_tokens, 0, math.inf)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
+                "lower min_tokens or raise max_tokens",
+                param="min_tokens",
+            )
+        _check_range("temperature", self.temperature, 0, 2)
+        _check_range("top_k", self.top_k, 0, math.inf)
+        _check_range("top_p", self.top_p, 0, 1, low_open=True)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), MAX_SEED)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are "
+                "allowed",
+                param="logit_bias",
+            )
+        for bias in self.logit_bias.values():
+            _check_range("logit_bias", bias, -100, 100)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
+                param="stop",
+            )
+        for stop in self.stop:
+            _check_range("stop string's length", len(stop), 1, MAX_STOP_STRING_CHARS, param="stop")
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+
+def _check_range(
+    name: str,
+    value: float,
+    low: float,
+    high: float,
+    *,
+    low_open: bool = False,
+    param: str | None = None,
+) -> None:
+    # `not (a <= b)` so that NaN fails too
+    if not (low < value if low_open else low <= value) or not value <= high:
+        start = "above" if low_open else "at least"
+        limit = "" if high == math.inf else f" and at most {high:g}"
+        raise InvalidRequest(
+            f"{name} is {value}; it must be {start} {low:g}{limit}", param=param or name
+        )
+
+
+class CacheScope(msgspec.Struct, frozen=True):
+    """Who may share K/V blocks. The tenant comes from the API key, never from the client.
+
+    The other fields are the client's and can only narrow the sharing within its tenant.
+    """
+
+    tenant: str = "default"
+    cache_salt: str = ""
+    prompt_cache_key: str = ""
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is asked to do: token ids only, never text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    scope: CacheScope = CacheScope()
+
+    def check(self, *, max_model_len: int, vocab_size: int) -> None:
+        """Raises ``RequestError`` if a model of this size cannot serve the request."""
+        num_prompt = len(self.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
+        if num_prompt >= max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {num_prompt} tokens, but the context holds {max_model_len} tokens "
+                "for prompt and output together; shorten the prompt",
+                param="prompt",
+            )
+        max_tokens = self.params.max_tokens
+        if max_tokens is not None and num_prompt + max_tokens > max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, but the "
+                f"context holds {max_model_len} tokens; shorten the prompt or ask for at most "
+                f"{max_model_len - num_prompt} tokens",
+                param="max_tokens",
+            )
+        for param, token_ids in (
+            ("prompt", self.prompt_token_ids),
+            ("stop_token_ids", self.params.stop_token_ids),
+            ("logit_bias", self.params.logit_bias),
+        ):
+            wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+            if wrong is not None:
+                raise InvalidRequest(
+                    f"{param} has the token id {wrong}, but the vocabulary ends at "
+                    f"{vocab_size - 1}",
+                    param=param,
+                )
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """One generated token's log-probability and its best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step gave one choice: a token, or only an end (abort, error)."""
+
+    request_id: str
+    index: int
+    num_cached_tokens: int
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """New output of one choice. The last delta of a choice carries its ``finish_reason``.
+
+    ``text`` can be empty while characters or a possible stop string are still incomplete.
+    ``stop_reason`` is the stop string or stop token id that ended it, None for end of sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int  # of the prompt, the same in every delta of a request
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Counters since the engine's start and gauges of now. Queries and hits are in tokens."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_total_blocks: int = 0
+    num_used_blocks: int = 0  # held by sequences
+    num_cached_blocks: int = 0  # findable by their hash, held or not
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_evicted_blocks: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0  # prefill and decode, recomputation after preemption included
+    num_engine_restarts: int = 0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is served, resolved: printed at start and shown by ``/v1/models``."""
+
+    name: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    num_blocks: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    threads: int
+    kernels: str  # for example "native avx2"
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """How many tokens the K/V store holds."""
+        return self.num_blocks * self.block_size
+
+
+Message = dict[str, Any]  # one chat message: role, content and what else its template reads
