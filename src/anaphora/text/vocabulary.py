@@ -1,0 +1,287 @@
+"""Tables of a byte-level BPE vocabulary, and the Hugging Face tokenizer built from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from anaphora.errors import CorruptCheckpoint, UnsupportedModel
+
+# From the tokenizer.json files of Llama 3 and of o200k_base; GGUF knows them by these names.
+_LLAMA_BPE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "gpt-4o")
+
+
+class TokenType(enum.IntEnum):
+    """What a token is for; the numbers are GGUF's."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Everything a tokenizer is built from, without files.
+
+    ``tokens[i]`` is token i: normal tokens in the byte-level spelling (a space is ``Ġ``), control
+    and user-defined ones as plain text. ``merges`` are pairs in order of rank. ``strip`` holds, for
+    the few control tokens that swallow white space, whether they do so on their left and right.
+    """
+
+    tokens: tuple[str, ...]
+    types: tuple[TokenType, ...]
+    merges: tuple[tuple[str, str], ...]
+    pre_tokenizer: str  # one of PRE_TOKENIZERS, or "tokenizer.json" when that file defines it
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    unk_token_id: int | None = None
+    pad_token_id: int | None = None
+    add_bos: bool = False
+    add_eos: bool = False
+    add_space_prefix: bool = False
+    strip: Mapping[int, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.types):
+            raise CorruptCheckpoint(
+                f"the vocabulary has {len(self.tokens)} tokens but {len(self.types)} token types"
+            )
+        for name in ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < len(self.tokens):
+                raise CorruptCheckpoint(
+                    f"{name} is {value} but the vocabulary has {len(self.tokens)} tokens"
+                )
+
+    def padded(self, size: int) -> Vocabulary:
+        """This vocabulary with unused tokens up to ``size``, itself if it has so many."""
+        num_missing = size - len(self.tokens)
+        if num_missing <= 0:
+            return self
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens + ("",) * num_missing,
+            types=self.types + (TokenType.UNUSED,) * num_missing,
+        )
+
+
+def build_backend(vocabulary: Vocabulary) -> Backend:
+    """The BPE of ``vocabulary``, which knows no control tokens, so that none can come from text."""
+    special = (TokenType.CONTROL, TokenType.UNKNOWN)
+    pairs = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    ids = {text: index for index, (text, kind) in enumerate(pairs) if kind not in special}
+    pre_tokenizer = _pre_tokenizer(vocabulary)
+    try:
+        model = models.BPE(
+            ids,
+            list(vocabulary.merges),
+            fuse_unk=False,
+            ignore_merges=vocabulary.pre_tokenizer == "llama-bpe",
+        )
+    except Exception as error:  # the library raises bare Exception
+        raise CorruptCheckpoint(
+            f"the merges of the vocabulary do not fit its tokens: {error}"
+        ) from error
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizer
+    backend.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=False)
+            for text, kind in pairs
+            if kind == TokenType.USER_DEFINED and text
+        ]
+    )
+    return backend
+
+
+def _pre_tokenizer(vocabulary: Vocabulary) -> pre_tokenizers.PreTokenizer:
+    name, prefix = vocabulary.pre_tokenizer, vocabulary.add_space_prefix
+    if name == "gpt-2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    if name == "smollm":
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=prefix),
+            ]
+        )
+    if name in ("llama-bpe", "gpt-4o"):
+        pattern = Regex(_LLAMA_BPE if name == "llama-bpe" else _GPT_4O)
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(pattern, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
+            ]
+        )
+    raise UnsupportedModel(
+        f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(PRE_TOKENIZERS)}. "
+        "Serve the model from its Hugging Face directory, whose tokenizer.json defines it"
+    )
+
+
+def files_to_vocabulary(
+    content: dict[str, Any], config: dict[str, Any], path: Path
+) -> tuple[Backend, Vocabulary]:
+    """The backend and tables of a ``tokenizer.json`` with its ``tokenizer_config.json``."""
+    model = _byte_level_model(content, path)
+    try:
+        added = {int(token["id"]): token for token in content.get("added_tokens") or ()}
+        texts = {int(index): str(text) for text, index in model["vocab"].items()}
+        texts |= {index: str(token["content"]) for index, token in added.items()}
+        control = {index for index, token in added.items() if token.get("special")}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{path} has a malformed token table: {error!r}") from error
+    size = max(texts, default=-1) + 1
+    if min(texts, default=0) < 0 or size > 4 * len(texts) + 4096:
+        raise CorruptCheckpoint(f"{path} numbers its {len(texts)} tokens up to {size - 1}")
+    kinds = [TokenType.NORMAL if index in texts else TokenType.UNUSED for index in range(size)]
+    for index in added:
+        kinds[index] = TokenType.CONTROL if index in control else TokenType.USER_DEFINED
+    ids = {text: index for index, text in texts.items()}
+    prefix, suffix = _template_tokens(content.get("post_processor"))
+    bos, eos = (_named_token(config, f"{name}_token", ids) for name in ("bos", "eos"))
+    if bos is None and prefix:
+        bos = ids.get(prefix)
+    vocabulary = Vocabulary(
+        tokens=tuple(texts.get(index, "") for index in range(size)),
+        types=tuple(kinds),
+        merges=(),  # the backend below has them
+        pre_tokenizer="tokenizer.json",
+        bos_token_id=bos,
+        eos_token_id=eos if eos is not None else ids.get(suffix or ""),
+        unk_token_id=_named_token(config, "unk_token", ids),
+        pad_token_id=_named_token(config, "pad_token", ids),
+        add_bos=_flag(config, "add_bos_token", prefix is not None),
+        add_eos=_flag(config, "add_eos_token", suffix is not None),
+        strip={
+            index: (bool(added[index].get("lstrip")), bool(added[index].get("rstrip")))
+            for index in control
+        },
+    )
+    return _file_backend(content, model, control, texts, path), vocabulary
+
+
+def _byte_level_model(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    model = content.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise CorruptCheckpoint(f"{path} has no model.vocab")
+    kind = model.get("type", "BPE")
+    if kind != "BPE" or model.get("byte_fallback"):
+        style = "SentencePiece-type BPE" if kind == "BPE" else kind
+        raise UnsupportedModel(f"{path} is a {style} tokenizer; supported is byte-level BPE")
+    if "ByteLevel" not in json.dumps(content.get("pre_tokenizer")):
+        raise UnsupportedModel(
+            f"{path} has no ByteLevel pre-tokenizer; supported is byte-level BPE"
+        )
+    return model
+
+
+def _file_backend(
+    content: dict[str, Any],
+    model: dict[str, Any],
+    control: set[int],
+    texts: dict[int, str],
+    path: Path,
+) -> Backend:
+    """The file's own pipeline without its control tokens, which we handle ourselves."""
+    # The BPE needs its own unknown token, wherever else that is listed.
+    hidden = {texts[index] for index in control} - {model.get("unk_token")}
+    model = model | {"vocab": {t: i for t, i in model["vocab"].items() if t not in hidden}}
+    tokens = [token for token in content.get("added_tokens") or () if token["id"] not in control]
+    parts = content | {"model": model, "added_tokens": []}
+    parts |= {"post_processor": None, "truncation": None, "padding": None}
+    # Added tokens take the ids that the model's vocabulary gives them, so they must be in it.
+    model["vocab"] |= {token["content"]: int(token["id"]) for token in tokens}
+    try:
+        backend = Backend.from_str(json.dumps(parts))
+    except Exception as error:  # the library raises bare Exception
+        raise CorruptCheckpoint(f"{path} is not a valid tokenizer: {error}") from error
+    backend.add_tokens(
+        [
+            AddedToken(
+                token["content"],
+                single_word=bool(token.get("single_word")),
+                lstrip=bool(token.get("lstrip")),
+                rstrip=bool(token.get("rstrip")),
+                normalized=bool(token.get("normalized")),
+                special=False,
+            )
+            for token in tokens
+        ]
+    )
+    return backend
+
+
+def _template_tokens(post_processor: Any) -> tuple[str | None, str | None]:
+    """The special tokens that a TemplateProcessing step puts before and after one sequence."""
+    if not isinstance(post_processor, dict):
+        return None, None
+    if post_processor.get("type") == "Sequence":
+        found = [_template_tokens(step) for step in post_processor.get("processors") or ()]
+        return next((pair for pair in found if any(pair)), (None, None))
+    if post_processor.get("type") != "TemplateProcessing":
+        return None, None
+    before: str | None = None
+    after: str | None = None
+    seen_sequence = False
+    for item in post_processor.get("single") or ():
+        if "Sequence" in item:
+            seen_sequence = True
+        elif seen_sequence:
+            after = item["SpecialToken"]["id"]
+        else:
+            before = item["SpecialToken"]["id"]
+    return before, after
+
+
+def _flag(config: dict[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name)
+    return value if isinstance(value, bool) else default
+
+
+def _named_token(config: dict[str, Any], name: str, ids: dict[str, int]) -> int | None:
+    token = config.get(name)
+    text = token.get("content") if isinstance(token, dict) else token
+    return ids.get(text) if isinstance(text, str) else None
+
+
+def bytes_of_token(text: str, kind: TokenType) -> bytes:
+    """Raw bytes of a token stored as ``text``; only normal tokens have the byte-level spelling."""
+    if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
+        return text.encode("utf-8", errors="replace")
+    table = _byte_of_char()
+    try:
+        return bytes(table[char] for char in text)
+    except KeyError:
+        return text.encode("utf-8", errors="replace")  # as the reference: the token as it is
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte, inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
