@@ -1,0 +1,1 @@
+"""Where weights come from: files of several formats, translated to one naming."""

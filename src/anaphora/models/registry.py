@@ -1,0 +1,40 @@
+"""Which file implements which ``model_type``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from anaphora.errors import UnsupportedModel
+from anaphora.loaders.checkpoint import Checkpoint
+from anaphora.models.config import ModelConfig
+from anaphora.models.llama import Llama
+from anaphora.ops.api import Array, Ops
+from anaphora.ops.batch import Batch
+from anaphora.ops.kv_store import KVStore
+
+
+class Model(Protocol):
+    """What the engine needs of an architecture."""
+
+    config: ModelConfig
+
+    def forward(self, batch: Batch, store: KVStore) -> Array:
+        """Logits [R, vocab] of the batch's logit rows; K/V of its tokens end in ``store``."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights and tables."""
+
+
+MODELS = {"llama": Llama}
+
+
+def load_model(checkpoint: Checkpoint, ops: Ops, *, max_model_len: int) -> Model:
+    """The checkpoint's architecture with its weights packed for ``ops``."""
+    config = checkpoint.config
+    if config.model_type not in MODELS:
+        raise UnsupportedModel(
+            f"model_type {config.model_type!r} is not implemented; "
+            f"Anaphora has {', '.join(sorted(MODELS))}"
+        )
+    return MODELS[config.model_type](config, checkpoint, ops, max_model_len=max_model_len)
