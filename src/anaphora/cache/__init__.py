@@ -1,0 +1,1 @@
+"""Blocks, their keys and who may take them. Knows no tensors and no engine."""
