@@ -1,0 +1,1 @@
+"""From token ids to token ids: sequences, scheduling, sampling, the step loop."""

@@ -1,0 +1,89 @@
+"""How much memory this process may use, and how much of it the cache gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from anaphora.config import EngineConfig, format_size
+from anaphora.errors import ConfigError
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def usable_memory(cgroup_root: Path = CGROUP_ROOT, cgroup_file: Path | None = None) -> int:
+    """Bytes of RAM this process may use: the machine's, or less if a cgroup says so."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _limit_files(cgroup_root, cgroup_file or Path("/proc/self/cgroup")):
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max" means no limit
+            limit = min(limit, int(text))
+    return limit
+
+
+def _limit_files(root: Path, cgroup_file: Path) -> list[Path]:
+    """Limit files of our cgroup and those above it, version 2 and version 1."""
+    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
+    try:
+        lines = cgroup_file.read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        folders = [group, *(p for p in group.parents if p.is_relative_to(base))]
+        files += [folder / name for folder in folders]
+    return files
+
+
+def plan_num_blocks(config: EngineConfig, *, weight_bytes: int, block_bytes: int) -> int:
+    """Blocks that fit the budget; raises ``ConfigError`` if not even one does."""
+    if config.kv_cache_memory is not None:
+        budget = config.kv_cache_memory
+        remedy = "raise --kv-cache-memory"
+    else:
+        usable = usable_memory()
+        budget = int(usable * config.gpu_memory_utilization) - weight_bytes
+        remedy = (
+            f"raise --gpu-memory-utilization ({config.gpu_memory_utilization} of "
+            f"{format_size(usable)}, and the weights take {format_size(weight_bytes)})"
+        )
+    num_blocks = budget // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{format_size(max(budget, 0))} for the K/V cache do not hold one block of "
+            f"{config.block_size} tokens ({format_size(block_bytes)}); {remedy}"
+        )
+    return num_blocks
+
+
+def plan_max_model_len(
+    config: EngineConfig, *, max_position_embeddings: int, num_cache_tokens: int
+) -> int:
+    """Tokens that prompt and output of a request may have together.
+
+    A lone sequence must always fit the cache: that is what makes every preemption recoverable.
+    """
+    asked = config.max_model_len
+    if asked is None:
+        return min(max_position_embeddings, num_cache_tokens)
+    if asked > max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {asked}, but the model was trained for "
+            f"{max_position_embeddings} tokens; lower it"
+        )
+    if asked > num_cache_tokens:
+        raise ConfigError(
+            f"--max-model-len is {asked}, but the K/V cache holds {num_cache_tokens} tokens; "
+            "lower it or raise --kv-cache-memory"
+        )
+    return asked

@@ -1,0 +1,108 @@
+"""Chooses a token from one sequence's logits.
+
+Everything here works on one row and its own random stream, so a request gives the same tokens
+alone and in a batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from anaphora.engine.sequence import Sequence
+from anaphora.ops.api import Array
+from anaphora.types import TokenLogprob
+
+_NUM_CANDIDATES = 1024  # top-p is tried on so many best tokens before all are sorted
+
+Float64 = npt.NDArray[np.float64]
+
+
+def sample(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> int:
+    """The next token of ``seq`` from its ``logits`` [vocab]; raises FloatingPointError on NaN."""
+    logits = adjust(logits, seq, eos_token_ids)
+    best = int(np.argmax(logits))
+    if not np.isfinite(logits[best]):
+        raise FloatingPointError(f"the model's logits have the maximum {logits[best]}")
+    if seq.params.temperature == 0:
+        return best
+    token_ids, weights = candidates(logits, seq)
+    cumulative = np.cumsum(weights)
+    drawn = np.searchsorted(cumulative, seq.rng.random() * cumulative[-1], side="right")
+    return int(token_ids[min(int(drawn), len(token_ids) - 1)])
+
+
+def adjust(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> Array:
+    """Logits after penalties, bias and ``min_tokens``; the argument itself stays as it is.
+
+    The repetition penalty (Keskar et al., 2019) looks at prompt and output, frequency and presence
+    penalties (OpenAI) at the output only.
+    """
+    p = seq.params
+    is_too_short = seq.num_generated_tokens < p.min_tokens
+    has_penalty = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+    if not (is_too_short or has_penalty or p.logit_bias):
+        return logits
+    logits = logits.copy()
+    if p.repetition_penalty != 1:
+        seen = np.unique(np.asarray(seq.token_ids))
+        values = logits[seen]
+        logits[seen] = np.where(
+            values > 0, values / p.repetition_penalty, values * p.repetition_penalty
+        )
+    if p.frequency_penalty != 0 or p.presence_penalty != 0:
+        generated = np.asarray(seq.token_ids[seq.num_prompt_tokens :], np.int64)
+        seen, counts = np.unique(generated, return_counts=True)
+        logits[seen] -= (counts * p.frequency_penalty + p.presence_penalty).astype(np.float32)
+    for token_id, bias in p.logit_bias.items():
+        logits[token_id] += np.float32(bias)
+    if is_too_short:
+        logits[[*p.stop_token_ids, *eos_token_ids]] = -np.inf
+    return logits
+
+
+def candidates(logits: Array, seq: Sequence) -> tuple[npt.NDArray[np.int64], Float64]:
+    """Token ids that may be drawn and their weights, after temperature, top-k, min-p and top-p."""
+    p = seq.params
+    scaled = logits.astype(np.float64) / p.temperature
+    weights = np.exp(scaled - scaled.max())
+    token_ids = np.arange(len(weights))
+    if 0 < p.top_k < len(weights):
+        token_ids = _best(weights, p.top_k)
+        weights = weights[token_ids]
+    if p.min_p > 0:
+        keep = weights >= p.min_p * weights.max()
+        token_ids, weights = token_ids[keep], weights[keep]
+    if p.top_p < 1:
+        keep = _nucleus(weights, p.top_p)
+        token_ids, weights = token_ids[keep], weights[keep]
+    return token_ids, weights
+
+
+def _nucleus(weights: Float64, top_p: float) -> npt.NDArray[np.int64]:
+    """Indices of the fewest best tokens that together reach ``top_p`` (Holtzman et al., 2019)."""
+    target = top_p * weights.sum()
+    for count in (_NUM_CANDIDATES, len(weights)):
+        order = _best(weights, min(count, len(weights)))
+        cumulative = np.cumsum(weights[order])
+        if cumulative[-1] >= target:
+            break
+    return order[: int(np.searchsorted(cumulative, target)) + 1]
+
+
+def _best(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
+    """Indices of the ``count`` largest, best first, equal ones by index."""
+    indices = np.arange(len(values))
+    if count < len(values):
+        threshold = np.partition(values, -count)[-count]
+        indices = np.flatnonzero(values >= threshold)
+    return indices[np.argsort(-values[indices], kind="stable")][:count]
+
+
+def logprob(logits: Array, token_id: int, num_top: int) -> TokenLogprob:
+    """Log-probability of ``token_id`` under the model's own logits, before any adjustment."""
+    wide = logits.astype(np.float64)
+    shift = wide.max()
+    logprobs = wide - (shift + np.log(np.exp(wide - shift).sum()))
+    top = tuple((int(i), float(logprobs[i])) for i in _best(logprobs, num_top)) if num_top else ()
+    return TokenLogprob(token_id, float(logprobs[token_id]), top)

@@ -1,0 +1,143 @@
+"""Decides what each step computes: running decodes first, then prefill up to the token budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from anaphora.cache.manager import CacheManager
+from anaphora.engine.sequence import Sequence, SequenceStatus
+from anaphora.types import FinishReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next ``num_tokens`` uncomputed tokens of a sequence."""
+
+    seq: Sequence
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it reaches the sequence's end, so that its logits choose a token."""
+        return self.seq.num_computed_tokens + self.num_tokens == len(self.seq.token_ids)
+
+
+class Scheduler:
+    """Owns the queues. ``waiting`` is first come, first served; ``running`` is in start order."""
+
+    def __init__(
+        self, cache: CacheManager, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a new sequence."""
+        self.waiting.append(seq)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of one step, with blocks for all their tokens; empty if nothing can run."""
+        chunks: list[Chunk] = []
+        preemptions_before = self.num_preemptions
+        budget = self._schedule_running(self.max_num_batched_tokens, chunks)
+        if self.num_preemptions == preemptions_before:  # else the victim would come straight back
+            self._schedule_waiting(budget, chunks)
+        return chunks
+
+    def _schedule_running(self, budget: int, chunks: list[Chunk]) -> int:
+        """Decodes before prefills in progress; both in start order."""
+        by_kind = sorted(self.running, key=lambda seq: _num_uncomputed(seq) > 1)  # stable
+        for seq in by_kind:
+            if budget == 0:
+                break
+            if seq.status is not SequenceStatus.RUNNING:
+                continue  # preempted a moment ago
+            num_tokens = min(_num_uncomputed(seq), budget)
+            if self._allocate(seq, seq.num_computed_tokens + num_tokens, chunks):
+                chunks.append(Chunk(seq, num_tokens))
+                budget -= num_tokens
+        return self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+
+    def _allocate(self, seq: Sequence, num_tokens: int, chunks: list[Chunk]) -> bool:
+        """Blocks for ``seq``, taken from the last started ones if need be; it may be itself."""
+        while not self.cache.allocate(seq, num_tokens):
+            victim = self.running[-1]
+            self._preempt(victim)
+            chunks[:] = [chunk for chunk in chunks if chunk.seq is not victim]
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the front of the queue; its full blocks stay findable, so little is lost."""
+        self.running.remove(seq)
+        self.cache.free(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> None:
+        deferred: list[Sequence] = []  # their next block is being computed by someone
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting.popleft()
+            matched = self.cache.match(seq)
+            if self.cache.is_being_computed(seq, len(matched)):
+                deferred.append(seq)
+                continue
+            num_cached = len(matched) * self.cache.block_size
+            if not self.cache.can_start(matched, len(seq.token_ids)):
+                self.waiting.appendleft(seq)  # strictly in turn, so that nobody starves
+                break
+            num_tokens = min(len(seq.token_ids) - num_cached, budget)
+            is_first_start = seq.num_cached_tokens is None
+            # A request's other choices share the first one's prompt, which counts once.
+            self.cache.start(seq, matched, count=is_first_start and seq.index == 0)
+            self.cache.allocate(seq, num_cached + num_tokens)
+            if is_first_start:
+                seq.num_cached_tokens = num_cached
+            seq.status = SequenceStatus.RUNNING
+            self.running.append(seq)
+            chunks.append(Chunk(seq, num_tokens))
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(deferred))
+
+    def complete(self, chunk: Chunk) -> None:
+        """Notes that a chunk has been computed and publishes the blocks it filled."""
+        before = chunk.seq.num_computed_tokens
+        chunk.seq.num_computed_tokens += chunk.num_tokens
+        self.cache.commit(chunk.seq, before)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """The one place where a sequence ends: done, aborted or failed, running or waiting."""
+        if seq.is_finished:
+            return
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self.cache.free(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence has not finished."""
+        return bool(self.waiting or self.running)
+
+    def check(self) -> None:
+        """Raises AssertionError if an invariant does not hold."""
+        self.cache.check()
+        held = [block.block_id for seq in self.running for block in seq.blocks]
+        for block in self.cache.pool.blocks:
+            assert block.ref_count == held.count(block.block_id)
+        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
+        assert all(not seq.blocks for seq in self.waiting)
+
+
+def _num_uncomputed(seq: Sequence) -> int:
+    return len(seq.token_ids) - seq.num_computed_tokens

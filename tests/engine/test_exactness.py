@@ -1,0 +1,183 @@
+"""Promise 2: a hit gives the same bits as a miss, and so does everything else that could differ.
+
+Every test compares the logits behind each generated token with those of a cold run alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from anaphora import _native
+from anaphora.config import EngineConfig
+from anaphora.engine.engine import Engine
+from anaphora.types import CacheScope
+from tests.engine.driving import Driver, assert_bit_equal
+from tests.models.tiny import write_tiny_llama
+
+MODELS = ["tiny-int8", "tiny-float32", "smollm2-int8", "smollm2-float32"]
+NUM_PROMPT = 700  # crosses the first attention partition (512) and is no multiple of a block
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def driver(request, tmp_path_factory):
+    name, dtype = request.param.split("-")
+    if name == "tiny":
+        path = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    else:
+        path = request.getfixturevalue("smollm2_path")
+    config = EngineConfig(
+        model=str(path), dtype=dtype, threads=2, kv_cache_memory=2**30 if name != "tiny" else 2**26
+    )
+    return Driver(Engine(config))
+
+
+@pytest.fixture(autouse=True)
+def as_before(driver):
+    """Each test starts with an empty cache and leaves the engine as it was."""
+    scheduler = driver.engine.scheduler
+    settings = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    driver.forget()
+    yield
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = settings
+    _native.set_num_threads(2)
+
+
+def make_prompt(driver, seed, length=NUM_PROMPT):
+    rng = np.random.default_rng(seed)
+    return rng.integers(3, driver.engine.info.vocab_size, length).tolist()
+
+
+@pytest.fixture
+def prompt(driver):
+    return make_prompt(driver, seed=1)
+
+
+@pytest.fixture
+def cold(driver, prompt):
+    """The truth: cold, alone, in one chunk if the budget allows, two threads."""
+    logits, num_cached = driver.run(prompt)
+    assert num_cached == 0
+    driver.forget()
+    return logits
+
+
+def test_warm(driver, prompt, cold):
+    driver.run(prompt)
+    warm, num_cached = driver.run(prompt)
+    assert num_cached == NUM_PROMPT // 16 * 16
+    assert_bit_equal(warm, cold)
+
+
+@pytest.mark.parametrize("num_shared", [16, 17, 511, 512, 528, 699])
+def test_partly_warm(driver, prompt, cold, num_shared):
+    driver.run([*prompt[:num_shared], 2], max_tokens=1)
+    logits, num_cached = driver.run(prompt)
+    assert num_cached == num_shared // 16 * 16
+    assert_bit_equal(logits, cold)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 33, 100, 512, 4096])
+def test_chunked(driver, prompt, cold, budget):
+    length = NUM_PROMPT if budget > 1 else 60
+    driver.engine.scheduler.max_num_batched_tokens = 4096
+    expected, _ = driver.run(prompt[:length])
+    driver.forget()
+    driver.engine.scheduler.max_num_batched_tokens = budget
+    logits, num_cached = driver.run(prompt[:length])
+    assert num_cached == 0
+    assert_bit_equal(logits, expected)
+    if length == NUM_PROMPT:
+        assert_bit_equal(logits, cold)
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+def test_in_a_batch_of_16_with_strangers(driver, prompt, cold, budget):
+    driver.engine.scheduler.max_num_batched_tokens = budget
+    rng = np.random.default_rng(5)
+    strangers = [make_prompt(driver, 100 + i, int(rng.integers(1, 200))) for i in range(15)]
+    for stranger in strangers[:8]:
+        driver.add(stranger, max_tokens=12)
+    driver.step()
+    mine = driver.add(prompt)
+    for i, stranger in enumerate(strangers[8:]):
+        driver.add(stranger, max_tokens=3 + i)
+    driver.finish()
+    assert driver.num_cached(mine) == 0
+    assert_bit_equal(driver.result(mine), cold)
+
+
+def test_batched_requests_that_share_a_prefix(driver, prompt, cold):
+    ids = [driver.add(prompt) for _ in range(4)]
+    relatives = [driver.add(prompt[:600] + make_prompt(driver, 50 + i, 40)) for i in range(4)]
+    driver.finish()
+    for request_id in ids:
+        assert_bit_equal(driver.result(request_id), cold)
+    assert [driver.num_cached(i) for i in ids] == [0, 688, 688, 688]
+    assert [driver.num_cached(i) for i in relatives] == [592] * 4
+
+
+def test_one_thread(driver, prompt, cold):
+    _native.set_num_threads(1)
+    logits, _ = driver.run(prompt)
+    assert_bit_equal(logits, cold)
+
+
+def test_many_threads(driver, prompt, cold):
+    _native.set_num_threads(7)
+    logits, _ = driver.run(prompt)
+    assert_bit_equal(logits, cold)
+
+
+def test_after_preemption(driver, prompt, cold):
+    """The sequence is thrown out in the middle of its decode, twice, and comes back."""
+    request_id = driver.add(prompt)
+    while len(driver.outputs[f"{request_id}/0"]) < 3:
+        driver.step()
+    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0])
+    driver.step()
+    driver.forget()  # and once its blocks are gone too
+    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0])
+    driver.finish()
+    assert driver.num_cached(request_id) == 0
+    assert_bit_equal(driver.result(request_id), cold)
+
+
+def test_after_eviction_and_recomputation(driver, prompt, cold):
+    """Only the tail of the prompt's blocks is lost, as under memory pressure."""
+    driver.run(prompt)
+    pool = driver.engine.cache.pool
+    findable = [b for b in pool._free.values() if b.block_hash is not None]
+    keep = set(map(id, findable[-20:]))  # freed last: the head of the prompt
+    for block in findable:
+        if id(block) not in keep:
+            pool._forget(block)
+    logits, num_cached = driver.run(prompt)
+    assert num_cached == 20 * 16
+    assert_bit_equal(logits, cold)
+
+
+def test_generated_tokens_are_found_by_the_next_turn(driver, prompt):
+    """A conversation's second turn reuses what the first one generated, bit for bit."""
+    first = driver.add(prompt[:100], max_tokens=40)
+    driver.finish()
+    turn = prompt[:100] + driver.tokens(first) + prompt[200:210]
+    warm, num_cached = driver.run(turn)
+    assert num_cached == 139 // 16 * 16
+    driver.forget()
+    cold, _ = driver.run(turn)
+    assert_bit_equal(warm, cold)
+
+
+def test_other_scopes_share_nothing(driver, prompt, cold):
+    driver.run(prompt, scope=CacheScope(tenant="a"))
+    for scope in (
+        CacheScope(tenant="b"),
+        CacheScope(tenant="a", cache_salt="s"),
+        CacheScope(tenant="a", prompt_cache_key="s"),
+        CacheScope(tenant="as"),
+    ):
+        logits, num_cached = driver.run(prompt, scope=scope)
+        assert num_cached == 0
+        assert_bit_equal(logits, cold)
+    assert driver.run(prompt, scope=CacheScope(tenant="a"))[1] == NUM_PROMPT // 16 * 16
