@@ -1,0 +1,217 @@
+"""The blocking face: a model in this process.
+
+>>> llm = LLM("smollm2")
+>>> print(llm.chat([{"role": "user", "content": "Hello"}]).text)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from anaphora.config import DEFAULT_MODEL, EngineConfig
+from anaphora.engine.engine import Engine
+from anaphora.errors import EngineError, InvalidRequest
+from anaphora.loaders.checkpoint import open_checkpoint
+from anaphora.loaders.sources import resolve
+from anaphora.text.chat import ChatTemplate
+from anaphora.text.detokenizer import Detokenizer
+from anaphora.text.tokenizer import Tokenizer
+from anaphora.types import (
+    CacheScope,
+    CompletionDelta,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    Message,
+    ModelInfo,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprob,
+)
+
+Prompt = str | list[int]
+
+
+@dataclasses.dataclass
+class Completion:
+    """One finished choice."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt: their computation was skipped
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def extend(self, delta: CompletionDelta) -> None:
+        """Adds what a step gave."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class TextSide:
+    """What turns a checkpoint's text into token ids and back; loads no weights."""
+
+    def __init__(self, path: Path) -> None:
+        with open_checkpoint(path) as checkpoint:
+            self.tokenizer: Tokenizer = checkpoint.tokenizer
+            source = checkpoint.chat_template
+        self.chat_template = None if source is None else ChatTemplate(source, self.tokenizer)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt that is text or already ids."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+class RequestOutputs:
+    """Turns one request's tokens into text, choice by choice, and finds stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizers = {
+            index: Detokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+            for index in range(params.n)
+        }
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return not self._detokenizers
+
+    def add(self, output: SequenceOutput) -> CompletionDelta | None:
+        """The text of a step's output; None if its choice ended earlier at a stop string.
+
+        A delta with ``finish_reason`` "stop" and a string as ``stop_reason`` ends a choice that
+        the engine does not know to have ended: the caller aborts it there.
+        """
+        detokenizer = self._detokenizers.get(output.index)
+        if detokenizer is None:
+            return None
+        if output.error is not None:
+            raise EngineError(f"the model failed on this request: {output.error}")
+        token_ids = () if output.token_id is None else (output.token_id,)
+        text = detokenizer.add(token_ids)
+        finish_reason, stop_reason = output.finish_reason, detokenizer.stop_reason
+        if stop_reason is not None:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            text += detokenizer.flush()
+            stop_reason = detokenizer.stop_reason
+        if finish_reason is not None:
+            del self._detokenizers[output.index]
+        return CompletionDelta(
+            index=output.index,
+            text=text,
+            token_ids=token_ids,
+            num_cached_tokens=output.num_cached_tokens,
+            logprobs=() if output.logprob is None else (output.logprob,),
+            finish_reason=finish_reason,
+            stop_reason=output.stop_token_id if stop_reason is None else stop_reason,
+        )
+
+
+class LLM:
+    """A model, its cache and its tokenizer in this process. Blocking; one thread at a time."""
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        """``options`` are the fields of ``EngineConfig``; a wrong name is a TypeError."""
+        resolved = resolve(model)
+        self._engine = Engine(EngineConfig(model=str(resolved.path), **options))
+        self._text = TextSide(resolved.path)
+        self._request_ids = itertools.count()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served, resolved."""
+        return self._engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._text.tokenizer
+
+    def generate(
+        self,
+        prompts: str | Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        scope: CacheScope | None = None,
+    ) -> list[Completion]:
+        """Completions of one text or of several prompts, batched, in the prompts' order.
+
+        A prompt is a text or a list of token ids; the ``n`` choices of one stand side by side.
+        """
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        encoded = [self._text.encode(prompt) for prompt in prompts]
+        return self._run(encoded, params or SamplingParams(), scope or CacheScope())
+
+    def chat(
+        self,
+        messages: list[Message],
+        params: SamplingParams | None = None,
+        *,
+        scope: CacheScope | None = None,
+    ) -> Completion:
+        """The answer to a conversation; with n > 1 use ``generate``."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequest(f"n is {params.n}; chat() gives one answer", param="n")
+        if self._text.chat_template is None:
+            raise InvalidRequest("this model has no chat template; use generate()")
+        token_ids = self._text.chat_template.encode(messages)
+        return self._run([token_ids], params, scope or CacheScope())[0]
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and gauges of now."""
+        return self._engine.stats()
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams, scope: CacheScope
+    ) -> list[Completion]:
+        ids = [f"local-{next(self._request_ids)}" for _ in prompts]
+        results = {
+            (request_id, index): Completion(index=index, num_prompt_tokens=len(prompt))
+            for request_id, prompt in zip(ids, prompts, strict=True)
+            for index in range(params.n)
+        }
+        outputs = {request_id: RequestOutputs(self._text.tokenizer, params) for request_id in ids}
+        try:
+            for request_id, prompt in zip(ids, prompts, strict=True):
+                self._engine.add(
+                    EngineRequest(
+                        request_id=request_id, prompt_token_ids=prompt, params=params, scope=scope
+                    )
+                )
+            for key, delta in self._steps(outputs):
+                results[key].extend(delta)
+        finally:
+            for request_id in ids:
+                self._engine.abort(request_id)
+        return list(results.values())
+
+    def _steps(
+        self, outputs: dict[str, RequestOutputs]
+    ) -> Iterator[tuple[tuple[str, int], CompletionDelta]]:
+        while self._engine.has_work:
+            for output in self._engine.step():
+                delta = outputs[output.request_id].add(output)
+                if delta is None:
+                    continue
+                if isinstance(delta.stop_reason, str):
+                    self._engine.abort(output.request_id, output.index)
+                yield (output.request_id, output.index), delta
