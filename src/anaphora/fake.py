@@ -1,0 +1,342 @@
+"""A model that is not one: ``FakeLLM`` answers from a script, so tests need no weights.
+
+It keeps ``AsyncLLM``'s contract, from call-time checks to aborts and cached-token counts. A token
+is a byte; four more ids are control tokens. Nothing here is random.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+
+from anaphora.errors import EngineDied, EngineUnavailable, RequestError
+from anaphora.text.chat import ChatTemplate
+from anaphora.text.detokenizer import Detokenizer
+from anaphora.text.tokenizer import Tokenizer
+from anaphora.text.vocabulary import TokenType, Vocabulary
+from anaphora.types import (
+    CacheScope,
+    CompletionDelta,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    ModelInfo,
+    SamplingParams,
+    TokenLogprob,
+)
+
+_SPECIAL_TOKENS = ("<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|end_of_text|>")
+BOS, IM_START, IM_END, EOS = range(256, 260)
+_CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_FILLER = ord(".")  # what a fake says when it must go on after its answer
+_MAX_ECHO_CHARS = 200
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A real tokenizer whose token i below 256 is byte i, and four control tokens."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = itertools.count(256)  # byte-level BPE spells the other bytes with characters from here
+    spelling = [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+    vocabulary = Vocabulary(
+        tokens=(*spelling, *_SPECIAL_TOKENS),
+        types=(TokenType.NORMAL,) * 256 + (TokenType.CONTROL,) * len(_SPECIAL_TOKENS),
+        merges=(),
+        pre_tokenizer="gpt-2",
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        add_bos=True,
+    )
+    return Tokenizer.from_vocabulary(vocabulary)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Script:
+    answer: str | None  # None: the default answer
+    error: Exception | None = None
+
+
+class FakeLLM:
+    """Stands in for ``AsyncLLM``: ``enqueue`` the answers, or let it echo what it was asked.
+
+    ``requests`` and ``aborted`` record what happened. ``token_delay`` is slept before each token.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "fake",
+        max_model_len: int = 4096,
+        block_size: int = 16,
+        token_delay: float = 0.0,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.info = _fake_info(name, max_model_len, block_size, enable_prefix_caching)
+        self.tokenizer = byte_tokenizer()
+        self.chat_template: ChatTemplate | None = ChatTemplate(_CHAT_TEMPLATE, self.tokenizer)
+        self.token_delay = token_delay
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self._scripts: deque[_Script] = deque()
+        self._stats = EngineStats(num_total_blocks=self.info.num_blocks)
+        self._blocks: dict[CacheScope, set[int]] = {}
+        self._unavailable: EngineUnavailable | None = None
+        self._num_deaths = 0
+
+    def enqueue(self, answer: str | Exception, *, then: Exception | None = None) -> None:
+        """Answer the next unscripted request with ``answer``; raise ``then`` after its last token.
+
+        A ``RequestError`` or ``EngineUnavailable`` is raised when ``generate`` is called, as the
+        real one does; any other exception at the first token.
+        """
+        if isinstance(answer, Exception):
+            self._scripts.append(_Script(answer="", error=answer))
+        else:
+            self._scripts.append(_Script(answer=answer, error=then))
+
+    def die(self) -> None:
+        """Lose the engine: running requests raise ``EngineDied``, new ones are refused."""
+        self._num_deaths += 1
+        self.refuse("the engine process died and a fresh one is starting")
+
+    def refuse(self, reason: str, *, retry_after: float = 2.0) -> None:
+        """Refuse new requests with ``EngineUnavailable`` until ``recover`` is called."""
+        self._unavailable = EngineUnavailable(
+            f"{reason}; try again in {retry_after:g} seconds", retry_after=retry_after
+        )
+
+    def recover(self) -> None:
+        """Take requests again, with an empty cache if the engine had died."""
+        self._unavailable = None
+        if self._num_deaths > self._stats.num_engine_restarts:
+            self._stats.num_engine_restarts = self._num_deaths
+            self._blocks.clear()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``generate`` would take a request."""
+        return self._unavailable is None
+
+    def stats(self) -> EngineStats:
+        """Counters as the engine keeps them."""
+        self._stats.num_cached_blocks = sum(map(len, self._blocks.values()))
+        return self._stats
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def close(self) -> None:
+        """Refuse further requests."""
+        self.refuse("the model is closed")
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        scope: CacheScope = CacheScope(),  # noqa: B008  frozen
+        request_id: str | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """As ``AsyncLLM.generate``: checks now, works when the generator is stepped."""
+        if self._unavailable is not None:
+            raise self._unavailable
+        request = EngineRequest(
+            request_id=request_id or f"fake-{len(self.requests)}",
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            scope=scope,
+        )
+        request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        script = self._scripts.popleft() if self._scripts else _Script(answer=None)
+        if isinstance(script.error, RequestError | EngineUnavailable) and not script.answer:
+            raise script.error
+        self.requests.append(request)
+        return self._run(request, script)
+
+    async def _run(
+        self, request: EngineRequest, script: _Script
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        num_deaths = self._num_deaths
+        self._stats.num_running += 1
+        num_cached = self._lookup(request.scope, request.prompt_token_ids)
+        choices = [self._choice(i, request, script, num_cached) for i in range(request.params.n)]
+        try:
+            while running := [choice for choice in choices if not choice.finish_reason]:
+                for choice in running:
+                    await asyncio.sleep(self.token_delay)
+                    if self._num_deaths != num_deaths:
+                        raise EngineDied("the engine process died while it worked on this request")
+                    if script.error is not None and choice.is_exhausted:
+                        raise script.error
+                    self._stats.num_computed_tokens += 1
+                    yield choice.step()
+        except (GeneratorExit, asyncio.CancelledError):
+            if not all(choice.finish_reason for choice in choices):
+                self.aborted.append(request.request_id)
+            raise
+        finally:
+            self._stats.num_running -= 1
+            for choice in choices:
+                self._remember(request.scope, (*request.prompt_token_ids, *choice.token_ids))
+
+    def _choice(
+        self, index: int, request: EngineRequest, script: _Script, num_cached: int
+    ) -> _Choice:
+        answer = script.answer
+        if answer is None:
+            answer = self._echo(request.prompt_token_ids)
+        return _Choice(
+            index=index,
+            answer=[*answer.encode(), EOS],
+            tokenizer=self.tokenizer,
+            params=request.params,
+            max_tokens=min(
+                request.params.max_tokens or self.info.max_model_len,
+                self.info.max_model_len - len(request.prompt_token_ids),
+            ),
+            num_cached_tokens=num_cached,
+        )
+
+    def _echo(self, prompt: Sequence[int]) -> str:
+        """The default answer: what the last user said, or the whole prompt outside a chat."""
+        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        _, is_chat, turn = text.rpartition("<|im_start|>user\n")
+        said = turn.partition("<|im_end|>")[0] if is_chat else self.tokenizer.decode(prompt)
+        return "You said: " + said[-_MAX_ECHO_CHARS:]
+
+    def _block_chain(self, ids: Sequence[int]) -> list[int]:
+        size = self.info.block_size
+        chain = [0]
+        for start in range(0, len(ids) - size + 1, size):
+            chain.append(hash((chain[-1], tuple(ids[start : start + size]))))
+        return chain[1:]
+
+    def _lookup(self, scope: CacheScope, prompt: Sequence[int]) -> int:
+        """How many leading tokens of ``prompt`` are known, in whole blocks and never all."""
+        if not self.info.enable_prefix_caching:
+            return 0
+        known = self._blocks.setdefault(scope, set())
+        num_hits = 0
+        for block in self._block_chain(prompt[:-1]):
+            if block not in known:
+                break
+            num_hits += self.info.block_size
+        self._stats.prefix_cache_queries += len(prompt)
+        self._stats.prefix_cache_hits += num_hits
+        self._stats.num_computed_tokens += len(prompt) - num_hits
+        self._remember(scope, prompt)
+        return num_hits
+
+    def _remember(self, scope: CacheScope, ids: Sequence[int]) -> None:
+        if self.info.enable_prefix_caching:
+            self._blocks.setdefault(scope, set()).update(self._block_chain(ids))
+
+
+class _Choice:
+    """One answer on its way out, a token per ``step``."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        answer: Sequence[int],
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        max_tokens: int,
+        num_cached_tokens: int,
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+        self._answer = deque(answer)
+        self._vocab_size = tokenizer.vocab_size
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+        self._params = params
+        self._max_tokens = max_tokens
+        self._num_cached_tokens = num_cached_tokens
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether only the end of the answer is left."""
+        return len(self._answer) <= 1
+
+    def step(self) -> CompletionDelta:
+        """Produce the next token and what it adds to the text."""
+        token_id = self._next_token()
+        self.token_ids.append(token_id)
+        text = self._detokenizer.add([token_id])
+        self._check_finish(token_id)
+        if self.finish_reason:
+            text += self._detokenizer.flush()
+        return CompletionDelta(
+            index=self.index,
+            text=text,
+            token_ids=(token_id,),
+            num_cached_tokens=self._num_cached_tokens,
+            logprobs=self._logprobs(token_id),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _next_token(self) -> int:
+        is_early = self._params.ignore_eos or len(self.token_ids) < self._params.min_tokens
+        if self._answer and self._answer[0] == EOS and is_early:
+            return _FILLER
+        return self._answer.popleft()
+
+    def _check_finish(self, token_id: int) -> None:
+        is_early = len(self.token_ids) < self._params.min_tokens
+        if self._detokenizer.stop_reason is not None:
+            self.finish_reason, self._stop_reason = "stop", self._detokenizer.stop_reason
+        elif token_id in self._params.stop_token_ids and not is_early:
+            self.finish_reason, self._stop_reason = "stop", token_id
+        elif token_id == EOS:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._max_tokens:
+            self.finish_reason = "length"
+
+    def _logprobs(self, token_id: int) -> tuple[TokenLogprob, ...]:
+        if self._params.logprobs is None:
+            return ()
+        best = -1 / (3 + token_id % 7)  # not a short decimal, so that rounding would show
+        top = tuple(
+            ((token_id + k) % self._vocab_size, best - math.log1p(k))
+            for k in range(self._params.logprobs)
+        )
+        return (TokenLogprob(token_id=token_id, logprob=best, top=top),)
+
+
+def _fake_info(
+    name: str, max_model_len: int, block_size: int, enable_prefix_caching: bool
+) -> ModelInfo:
+    return ModelInfo(
+        name=name,
+        architecture="fake",
+        num_parameters=0,
+        vocab_size=256 + len(_SPECIAL_TOKENS),
+        max_model_len=max_model_len,
+        dtype="float32",
+        kv_cache_dtype="float32",
+        block_size=block_size,
+        num_blocks=1024,
+        weight_bytes=0,
+        kv_cache_bytes=0,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=enable_prefix_caching,
+        threads=1,
+        kernels="none",
+    )

@@ -1,0 +1,108 @@
+"""Puts the server together: ``create_app`` is a function of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+
+from anaphora.errors import ConfigError, EngineError, RequestError
+from anaphora.server.chat import chat_router
+from anaphora.server.completions import completions_router
+from anaphora.server.envelope import RouteError, error_response
+from anaphora.server.gate import Gate
+from anaphora.server.metrics import Metrics
+from anaphora.server.models import models_router, tokens_router
+from anaphora.server.schemas import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from anaphora.server.served import ServedLLM
+from anaphora.server.service import Service, now
+from anaphora.server.tenants import Tenants
+from anaphora.server.transport import BODY_TIMEOUT, MAX_BODY_BYTES, BodyReader
+
+_BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def create_app(
+    llm: ServedLLM,
+    tenants: Tenants,
+    *,
+    served_model_names: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+    body_timeout: float = BODY_TIMEOUT,
+) -> FastAPI:
+    """An ASGI app that serves ``llm`` to ``tenants``.
+
+    ``llm`` must be started; whoever calls this closes it after the app has stopped. The model goes
+    by ``served_model_names``, or by ``llm.info.name`` if there are none.
+    """
+    names = tuple(served_model_names) or (llm.info.name,)
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(
+            f"--served-model-name is {', '.join(map(repr, names))}; give each name once, none empty"
+        )
+    metrics = Metrics(llm)
+    service = Service(
+        llm,
+        names,
+        metrics=metrics,
+        bodies=BodyReader(max_bytes=max_body_bytes, timeout=body_timeout),
+        created=now(),
+    )
+    app = FastAPI(title="Anaphora", version="1", redirect_slashes=False)
+    app.add_middleware(Gate, tenants=tenants, metrics=metrics)
+    app.add_exception_handler(RequestError, _answer_error)
+    app.add_exception_handler(EngineError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_route_error)
+    for router in (chat_router, completions_router, models_router, tokens_router):
+        app.include_router(router(service))
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_route_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        response = error_response(
+            RouteError(f"{request.method} is not allowed here; use {allowed}", status=405)
+        )
+        response.headers["allow"] = allowed
+        return response
+    return error_response(
+        RouteError("there is no such route; see /openapi.json for all of them", status=404)
+    )
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI's description, with the bodies that the routes read by hand."""
+    description = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = description.setdefault("components", {}).setdefault("schemas", {})
+    template = "#/components/schemas/{model}"
+    for path, body in _BODIES.items():
+        schema = body.model_json_schema(ref_template=template)
+        schemas |= schema.pop("$defs", {})
+        schemas[body.__name__] = schema
+        reference = {"schema": {"$ref": template.format(model=body.__name__)}}
+        description["paths"][path]["post"]["requestBody"] = {
+            "required": True,
+            "content": {"application/json": reference},
+        }
+    return description

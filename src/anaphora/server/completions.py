@@ -1,0 +1,171 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from anaphora.errors import InvalidRequest
+from anaphora.server.envelope import describe, json_response
+from anaphora.server.generation import Generation
+from anaphora.server.logprobs import CompletionLogprobs
+from anaphora.server.schemas import CompletionRequest, Prompt
+from anaphora.server.service import MAX_CHOICES_PER_REQUEST, Service, now
+from anaphora.server.transport import EventStream, encode_event, unless_disconnected
+from anaphora.types import CompletionDelta
+
+_SHAPES = "send a string, a list of strings, a list of token ids or a list of such lists"
+
+
+def completions_router(service: Service) -> APIRouter:
+    """The route, bound to ``service``."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def create_completion(request: Request) -> Response:
+        """Continue one or more raw prompts."""
+        body = await service.read(request, CompletionRequest)
+        service.check_model(body.model)
+        params = body.sampling_params(service.llm.info.vocab_size)
+        given = parse_prompts(body.prompt)
+        prompts = await service.encode_prompts(
+            given, add_special_tokens=body.add_special_tokens is not False
+        )
+        generation = service.generation(request, prompts, body, params, field="prompt")
+        echoes = _echoes(service, given) if body.echo else [""] * len(given)
+        answer = _Completion(
+            service, body, generation, echoes, request_id=request.state.request_id, n=params.n
+        )
+        if not body.stream:
+            return json_response(await unless_disconnected(request.receive, answer.whole()))
+        events = answer.events()
+        first = await unless_disconnected(request.receive, anext(events))
+        return EventStream(first, events, request_id=request.state.request_id)
+
+    return router
+
+
+def parse_prompts(prompt: object) -> list[Prompt]:
+    """The prompts in any of the four shapes. Raises ``InvalidRequest`` that names the element."""
+    if isinstance(prompt, str) or _is_token_list(prompt):
+        prompts: list[Any] = [prompt]
+    elif isinstance(prompt, list):
+        prompts = prompt
+    else:
+        raise InvalidRequest(f"prompt is {describe(prompt)}; {_SHAPES}", param="prompt")
+    if len(prompts) > MAX_CHOICES_PER_REQUEST:
+        raise InvalidRequest(
+            f"prompt has {len(prompts)} elements; at most {MAX_CHOICES_PER_REQUEST} are allowed",
+            param="prompt",
+        )
+    for index, element in enumerate(prompts):
+        if not isinstance(element, str) and not _is_token_list(element):
+            where = f"prompt[{index}]"
+            raise InvalidRequest(f"{where} is {describe(element)}; {_SHAPES}", param=where)
+        if type(element) is not type(prompts[0]):
+            raise InvalidRequest(f"prompt mixes strings and token ids; {_SHAPES}", param="prompt")
+    if not all(prompts) or not prompts:
+        raise InvalidRequest("prompt is empty; send at least one token", param="prompt")
+    return prompts
+
+
+def _is_token_list(value: object) -> bool:
+    # bool is an int in Python but not in JSON
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _echoes(service: Service, prompts: Sequence[Prompt]) -> list[str]:
+    decode = service.llm.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+
+
+class _Completion:
+    """Formats one generation, whole or as chunks."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        generation: Generation,
+        echoes: Sequence[str],
+        *,
+        request_id: str,
+        n: int,
+    ) -> None:
+        self._body = body
+        self._generation = generation
+        self._echo_of_choice = [echo for echo in echoes for _ in range(n)]
+        self._logprobs = [
+            CompletionLogprobs(service.llm.tokenizer) for _ in range(generation.num_choices)
+        ]
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": now(),
+            "model": body.model,
+            "system_fingerprint": service.system_fingerprint,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The complete response body."""
+        texts = [[echo] for echo in self._echo_of_choice]
+        logprobs: list[dict[str, Any] | None] = [None] * len(texts)
+        ends: dict[int, CompletionDelta] = {}
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                texts[delta.index].append(delta.text)
+                logprobs[delta.index] = _joined(logprobs[delta.index], self._new_logprobs(delta))
+                if delta.finish_reason is not None:
+                    ends[delta.index] = delta
+        choices = [
+            self._choice(ends[index], "".join(pieces), logprobs[index])
+            for index, pieces in enumerate(texts)
+        ]
+        return {**self._head, "choices": choices, "usage": self._generation.usage()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The chunks of a stream, each as an event."""
+        started: set[int] = set()
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                text = delta.text
+                if delta.index not in started:
+                    started.add(delta.index)
+                    text = self._echo_of_choice[delta.index] + text
+                if text or delta.logprobs or delta.finish_reason is not None:
+                    yield self._chunk([self._choice(delta, text, self._new_logprobs(delta))])
+        if self._body.includes_usage:
+            yield self._chunk([], usage=self._generation.usage())
+
+    def _new_logprobs(self, delta: CompletionDelta) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        return self._logprobs[delta.index].add(delta.logprobs)
+
+    def _choice(
+        self, delta: CompletionDelta, text: str, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _chunk(
+        self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None = None
+    ) -> bytes:
+        chunk = {**self._head, "choices": choices}
+        if self._body.includes_usage:
+            chunk["usage"] = usage
+        return encode_event(chunk)
+
+
+def _joined(before: dict[str, Any] | None, new: dict[str, Any] | None) -> dict[str, Any] | None:
+    if before is None or new is None:
+        return before or new
+    return {name: before[name] + new[name] for name in new}

@@ -1,0 +1,83 @@
+"""Request fields that are refused, and those accepted without effect. Each says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anaphora.server.envelope import unsupported
+
+# Field → the values that ask for nothing. Any other value would change the answer's meaning.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None, {}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "moderation": (None,),
+    "web_search_options": (None,),
+    "store": (None, False),  # nothing is kept here
+    "prompt_cache_options": (None, {}, {"mode": "implicit"}, {"mode": "implicit", "ttl": "30m"}),
+    "echo": (None, False),  # in chat; completions declare it
+    "best_of": (None,),  # as echo
+    "suffix": (None, ""),  # as echo
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "prompt_logprobs": (None,),
+    "logprob_token_ids": (None, []),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "spaces_between_special_tokens": (None, True),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None,),
+    "logits_processors": (None, []),
+    "documents": (None, []),
+    "add_special_tokens": (None, False),  # in chat, where the template writes them
+    "chat_template": (None,),  # a template is a program; the operator chooses it
+    "mm_processor_kwargs": (None, {}),
+    "prompt_embeds": (None,),
+    "priority": (None, 0),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "kv_transfer_params": (None, {}),
+}
+
+# Field → why it can be ignored. Fields in neither table are ignored too: new clients send new ones.
+ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
+    "user": "names an end user for abuse reports; it is not logged",
+    "safety_identifier": "as user",
+    "metadata": "labels for OpenAI's dashboard",
+    "store": "false, which is what always holds",
+    "service_tier": "there is one tier",
+    "parallel_tool_calls": "has no meaning without tools",
+    "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
+    "reasoning_effort": "the models served have one effort",
+    "verbosity": "the models served have one verbosity",
+    "prompt_cache_retention": "an upper bound; cached blocks live in memory only and not for long",
+    "prompt_cache_options": "implicit mode, which is what always holds",
+    "messages[].content[].cache_control": "prefixes are found without marks",
+    "messages[].content[].prompt_cache_breakpoint": "prefixes are found without marks",
+    "request_id": "the server names requests itself, see the x-request-id header",
+}
+
+
+def refuse_unsupported(extra: Mapping[str, Any]) -> None:
+    """Raise ``InvalidRequest`` for the first field that asks for something not built."""
+    for field, value in extra.items():
+        neutral = UNSUPPORTED.get(field)
+        if neutral is not None and not any(_same(value, allowed) for allowed in neutral):
+            raise unsupported(field, "leave it out")
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    # 0 == False in Python but not in JSON
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

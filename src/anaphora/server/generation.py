@@ -1,0 +1,147 @@
+"""One HTTP request's generation: every prompt with its n choices, as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from anaphora.errors import ContextTooLong, EngineDied
+from anaphora.server.metrics import Metrics
+from anaphora.server.served import ServedLLM
+from anaphora.types import CacheScope, CompletionDelta, SamplingParams
+
+_MAX_PENDING_DELTAS = 64  # beyond this a request with many prompts waits for its reader
+
+
+class Generation:
+    """Runs ``prompts`` and counts their tokens.
+
+    The constructor raises what ``ServedLLM.generate`` raises; ``deltas`` does the work, once.
+    """
+
+    def __init__(
+        self,
+        llm: ServedLLM,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        scope: CacheScope,
+        request_id: str,
+        metrics: Metrics,
+        field: str,
+    ) -> None:
+        self._params = params
+        self._metrics = metrics
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
+        self._num_cached_tokens = [0] * len(prompts)
+        self._num_completion_tokens = 0
+        self._started = time.perf_counter()
+        self._last_output: dict[int, float] = {}  # choice → when it last brought tokens
+        self._seen_prompts: set[int] = set()
+        self._num_finished = 0
+        try:
+            self._streams = [
+                llm.generate(prompt, params, scope=scope, request_id=f"{request_id}-{index}")
+                for index, prompt in enumerate(prompts)
+            ]
+        except ContextTooLong as error:
+            if error.param == "prompt":
+                error.param = field
+            raise
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts together."""
+        return len(self._streams) * self._params.n
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object for what came out so far."""
+        prompt_tokens = sum(self._prompt_lengths)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._num_completion_tokens,
+            "total_tokens": prompt_tokens + self._num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
+        }
+
+    async def deltas(self) -> AsyncGenerator[CompletionDelta, None]:
+        """All output; ``index`` counts through all prompts. Closing it aborts what still runs."""
+        async with aclosing(self._merge()) as merged:
+            async for prompt_index, delta in merged:
+                index = prompt_index * self._params.n + delta.index
+                self._count(prompt_index, index, delta)
+                yield msgspec.structs.replace(delta, index=index)
+        if self._num_finished < self.num_choices:
+            raise EngineDied("the engine stopped before the answer was complete; send it again")
+        self._metrics.request_duration.observe(time.perf_counter() - self._started)
+
+    def _count(self, prompt_index: int, index: int, delta: CompletionDelta) -> None:
+        if delta.finish_reason in ("abort", "error"):
+            raise EngineDied("the engine gave up on this request; send it again")
+        now = time.perf_counter()
+        if not self._seen_prompts:
+            self._metrics.time_to_first_token.observe(now - self._started)
+        if prompt_index not in self._seen_prompts:
+            self._seen_prompts.add(prompt_index)
+            self._num_cached_tokens[prompt_index] = delta.num_cached_tokens
+            self._metrics.prompt_tokens.inc(self._prompt_lengths[prompt_index])
+            self._metrics.cached_prompt_tokens.inc(delta.num_cached_tokens)
+        if num_tokens := len(delta.token_ids):
+            self._num_completion_tokens += num_tokens
+            self._metrics.generation_tokens.inc(num_tokens)
+            if index in self._last_output:
+                gap = now - self._last_output[index]
+                self._metrics.inter_token_latency.observe(gap / num_tokens)
+            self._last_output[index] = now
+        if delta.finish_reason is not None:
+            self._num_finished += 1
+            self._metrics.count_choice(delta.finish_reason)
+
+    async def _merge(self) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
+        if len(self._streams) == 1:
+            async with aclosing(self._streams[0]) as stream:
+                async for delta in stream:
+                    yield 0, delta
+            return
+        queue: asyncio.Queue[tuple[int, CompletionDelta | Exception | None]] = asyncio.Queue(
+            _MAX_PENDING_DELTAS
+        )
+        tasks = [
+            asyncio.create_task(_pump(index, stream, queue))
+            for index, stream in enumerate(self._streams)
+        ]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                index, item = await queue.get()
+                if item is None:
+                    num_open -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    index: int,
+    stream: AsyncGenerator[CompletionDelta, None],
+    queue: asyncio.Queue[tuple[int, CompletionDelta | Exception | None]],
+) -> None:
+    """Move one prompt's output to ``queue``, then None or the exception that ended it."""
+    end: Exception | None = None
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put((index, delta))
+    except Exception as error:
+        end = error
+    await queue.put((index, end))

@@ -1,0 +1,74 @@
+"""From an app to a listening socket: address checks before a model is loaded, and uvicorn."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from anaphora.errors import ConfigError
+from anaphora.server.tenants import Tenants
+
+# h11 bounds the headers of a request to this size; uvicorn's default parser has no bound at all.
+_MAX_HEADER_BYTES = 64 * 2**10
+_BACKLOG = 2048
+_GRACEFUL_SECONDS = 30  # running requests get this long after SIGTERM
+
+
+def bind(host: str, port: int, *, tenants: Tenants) -> socket.socket:
+    """A socket bound to ``host`` and ``port`` (0: any free one) that does not listen yet.
+
+    Raises ``ConfigError`` when the address cannot be had, or when it can be reached from other
+    machines while ``tenants`` is open.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ConfigError(
+            f"--host {host} with --port {port} is not an address ({error}); use for example "
+            "127.0.0.1"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    if tenants.is_open and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"--host {host} lets other machines in, but there is no key; add --api-key, "
+            "or use --host 127.0.0.1"
+        )
+    # asyncio sends small writes at once (TCP_NODELAY) only on sockets that name their protocol
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"--port {port} on {host} cannot be used ({error.strerror}); stop what listens there "
+            "or choose another --port"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """The server's base URL."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def build_server(app: FastAPI) -> uvicorn.Server:
+    """Uvicorn for ``app``; ``await server.serve(sockets=[sock])`` runs it until SIGTERM."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+        access_log=False,  # the gate writes one without query strings
+        log_config=None,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_GRACEFUL_SECONDS,
+    )
+    return uvicorn.Server(config)

@@ -1,0 +1,69 @@
+"""Log-probabilities in the two shapes of OpenAI's API."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Any
+
+from anaphora.server.served import ServedTokenizer
+from anaphora.types import TokenLogprob
+
+_LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot express
+
+
+def token_label(data: bytes) -> str:
+    """A token's text; if its bytes are no whole characters, their values, as OpenAI writes them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(
+    tokenizer: ServedTokenizer, logprobs: Iterable[TokenLogprob]
+) -> list[dict[str, Any]]:
+    """``choices[].logprobs.content``."""
+    return [
+        {
+            **_chat_entry(tokenizer, item.token_id, item.logprob),
+            "top_logprobs": [_chat_entry(tokenizer, *alternative) for alternative in item.top],
+        }
+        for item in logprobs
+    ]
+
+
+def _chat_entry(tokenizer: ServedTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {"token": token_label(data), "bytes": list(data), "logprob": max(logprob, _LOWEST)}
+
+
+class CompletionLogprobs:
+    """Builds ``choices[].logprobs`` of one completion, all at once or chunk by chunk."""
+
+    def __init__(self, tokenizer: ServedTokenizer, *, first_offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = first_offset  # in characters of the choice's text
+
+    def add(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """The four parallel lists for further tokens."""
+        lists: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for item in logprobs:
+            data = self._tokenizer.token_bytes(item.token_id)
+            chosen = max(item.logprob, _LOWEST)
+            top = {
+                token_label(self._tokenizer.token_bytes(token_id)): max(logprob, _LOWEST)
+                for token_id, logprob in item.top
+            }
+            lists["tokens"].append(token_label(data))
+            lists["token_logprobs"].append(chosen)
+            lists["top_logprobs"].append(top | {token_label(data): chosen})
+            lists["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(data))
+        return lists

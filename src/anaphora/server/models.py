@@ -1,0 +1,99 @@
+"""``/v1/models``, ``/health``, ``/metrics``, ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from anaphora.errors import EngineUnavailable
+from anaphora.server.envelope import json_response
+from anaphora.server.schemas import DetokenizeRequest, TokenizeRequest, check_token_id
+from anaphora.server.service import Service
+
+
+def models_router(service: Service) -> APIRouter:
+    """What is served, and whether it is well."""
+    router = APIRouter()
+
+    @router.get("/v1/models", response_model=None)
+    async def list_models() -> Response:
+        """All names of the model."""
+        data = [_model(service, name) for name in service.model_names]
+        return json_response({"object": "list", "data": data})
+
+    @router.get("/v1/models/{name:path}", response_model=None)
+    async def get_model(name: str) -> Response:
+        """One name of the model."""
+        service.check_model(name)
+        return json_response(_model(service, name))
+
+    @router.head("/health", response_model=None, include_in_schema=False)
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 while an engine takes requests, else 503. Needs no key."""
+        if not service.llm.is_ready:
+            raise EngineUnavailable("no engine is ready; one is starting, try again soon")
+        return json_response({"status": "ok"})
+
+    @router.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return router
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "anaphora",
+        "root": service.llm.info.name,
+        "parent": None,
+        "max_model_len": service.llm.info.max_model_len,
+    }
+
+
+def tokens_router(service: Service) -> APIRouter:
+    """Text to token ids and back, as the model sees it."""
+    router = APIRouter()
+    info, tokenizer = service.llm.info, service.llm.tokenizer
+
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a chat, exactly as the completion routes would compute them."""
+        body = await service.read(request, TokenizeRequest)
+        if body.model is not None:
+            service.check_model(body.model)
+        if body.messages is not None:
+            ids = await service.encode_chat(body.messages, body)
+        else:
+            [ids] = await service.encode_prompts(
+                [body.prompt or ""], add_special_tokens=body.add_special_tokens is not False
+            )
+        pieces = None
+        if body.return_token_strs:
+            pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+        return json_response(
+            {
+                "count": len(ids),
+                "max_model_len": info.max_model_len,
+                "tokens": ids,
+                "token_strs": pieces,
+            }
+        )
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> Response:
+        """Text of token ids, control tokens included."""
+        body = await service.read(request, DetokenizeRequest)
+        if body.model is not None:
+            service.check_model(body.model)
+        for token_id in body.tokens:
+            check_token_id("tokens", token_id, info.vocab_size)
+        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return router

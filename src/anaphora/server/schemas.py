@@ -1,0 +1,328 @@
+"""Request bodies. Types are strict: ``"5"`` is no number and ``true`` no integer.
+
+Three kinds of fields: those declared here, which work; those in ``fields.UNSUPPORTED``, which would
+change the meaning of a request and are refused; and all others, which are accepted without effect
+because clients send many.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from anaphora.errors import InvalidRequest
+from anaphora.server.envelope import describe, translate, unsupported
+from anaphora.server.fields import refuse_unsupported
+from anaphora.types import MAX_LOGPROBS, CacheScope, Message, SamplingParams
+
+MAX_CACHE_SALT_CHARS = 128
+MAX_CACHE_KEY_CHARS = 1024
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's bound for /v1/completions
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions, not for chat
+_INT32 = 2**31 - 1
+
+Prompt = str | list[int]
+
+
+def _as_list(value: Any) -> Any:
+    if not isinstance(value, str | list | None):
+        raise PydanticCustomError("union", "must be a string or an array of strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: Any) -> Any:
+    if not isinstance(value, str | list | None):
+        raise PydanticCustomError("union", "must be a string or an array of text parts")
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Body(BaseModel):
+    """What all bodies share."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(schema: type[B], content: bytes) -> B:
+    """The body in ``content``. Raises ``InvalidRequest`` that names the field."""
+    try:
+        return schema.model_validate_json(content)
+    except ValidationError as error:
+        raise translate(error) from None
+
+
+class StreamOptions(Body):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(Body):
+    """The fields that decide how tokens are chosen, and who shares the cache."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_INT32)
+    min_tokens: int | None = Field(None, ge=0, le=_INT32)
+    temperature: float | None = None
+    top_k: int | None = Field(None, ge=-1, le=_INT32)  # -1 and 0: all
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: Annotated[list[str], BeforeValidator(_as_list)] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=1024)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    prompt_cache_key: str | None = Field(None, max_length=MAX_CACHE_KEY_CHARS)
+
+    @model_validator(mode="after")
+    def _check(self) -> SamplingBody:
+        refuse_unsupported(self.model_extra or {})
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequest(
+                    "stream_options is set but stream is not true; set stream or leave it out",
+                    param="stream_options",
+                )
+            if self.stream_options.continuous_usage_stats:
+                raise unsupported("stream_options.continuous_usage_stats", "leave it out")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of totals."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def scope(self, tenant: str) -> CacheScope:
+        """Who may share this request's cached blocks."""
+        return CacheScope(
+            tenant=tenant,
+            cache_salt=self.cache_salt or "",
+            prompt_cache_key=self.prompt_cache_key or "",
+        )
+
+    def sampling_params(self, vocab_size: int) -> SamplingParams:
+        """The checked parameters. Raises ``InvalidRequest`` that names the field."""
+        self._check_token_ids("stop_token_ids", self.stop_token_ids or [], vocab_size)
+        given: dict[str, Any] = {
+            "n": self.n,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_k": None if self.top_k == -1 else self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "seed": self.seed,
+            "logit_bias": self._logit_bias(vocab_size),
+            "stop": None if self.stop is None else tuple(self.stop),
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
+            "max_tokens": self._max_tokens(),
+            "logprobs": self._num_logprobs(),
+        }
+        # null means "the default" for OpenAI's clients
+        return SamplingParams(**{name: v for name, v in given.items() if v is not None})
+
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def _num_logprobs(self) -> int | None:
+        return None
+
+    def _logit_bias(self, vocab_size: int) -> dict[int, float]:
+        biases: dict[int, float] = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise InvalidRequest(
+                    "logit_bias has a key that is not a token id; write ids as decimal strings",
+                    param="logit_bias",
+                )
+            biases[int(key)] = bias
+        self._check_token_ids("logit_bias", biases, vocab_size)
+        return biases
+
+    @staticmethod
+    def _check_token_ids(field: str, ids: Any, vocab_size: int) -> None:
+        for token_id in ids:
+            check_token_id(field, token_id, vocab_size)
+
+
+def check_token_id(field: str, token_id: int, vocab_size: int) -> None:
+    """Raise ``InvalidRequest`` for an id outside the vocabulary."""
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(
+            f"{field} holds the token id {describe(token_id)}; "
+            f"this model's ids run from 0 to {vocab_size - 1}",
+            param=field,
+        )
+
+
+class ContentPart(Body):
+    """One part of a message. Only text is supported."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def as_text(self, where: str) -> str:
+        """The part's text. Raises ``InvalidRequest`` for an image, a sound or a file."""
+        if self.type not in ("text", "refusal"):
+            raise unsupported(f"{where}.type", 'send parts of type "text" only')
+        text = self.text if self.type == "text" else self.refusal
+        if text is None:
+            raise InvalidRequest(f"{where}.{self.type} is missing; add it", param=where)
+        return text
+
+
+class ChatMessage(Body):
+    """One message. Further fields go to the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[list[ContentPart], BeforeValidator(_as_parts)] | None = None
+
+    def as_message(self, where: str) -> Message:
+        """The message as a template reads it, with its parts joined to one string."""
+        extra = dict(self.model_extra or {})
+        for field in ("tool_calls", "function_call"):
+            if extra.pop(field, None):
+                raise unsupported(f"{where}.{field}", "write the call and its result as text")
+        if self.role in ("tool", "function"):
+            raise unsupported(f"{where}.role", "send a tool's result as a user message")
+        if self.content is None:
+            raise InvalidRequest(
+                f"{where}.content is null or missing; send a string or text parts",
+                param=f"{where}.content",
+            )
+        parts = [
+            part.as_text(f"{where}.content[{index}]") for index, part in enumerate(self.content)
+        ]
+        # "developer" is OpenAI's newer name of "system", the only one that open templates know
+        role = "system" if self.role == "developer" else self.role
+        return {**extra, "role": role, "content": "\n".join(parts)}
+
+
+class TemplateBody(Body):
+    """How messages are rendered."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """True unless the client says otherwise or has the last message continued."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message are both true; "
+                "set add_generation_prompt to false to continue the last message",
+                param="continue_final_message",
+            )
+        return self.add_generation_prompt
+
+
+class ChatRequest(SamplingBody, TemplateBody):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def _max_tokens(self) -> int | None:
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise InvalidRequest(
+                f"max_tokens is {both[0]} but max_completion_tokens is {both[1]}; send one of them",
+                param="max_tokens",
+            )
+        return both[0] if both[1] is None else both[1]
+
+    def _num_logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidRequest(
+                f"top_logprobs is {self.top_logprobs} but logprobs is not true; set logprobs",
+                param="top_logprobs",
+            )
+        return None
+
+
+class CompletionRequest(SamplingBody):
+    """The body of ``POST /v1/completions``."""
+
+    # checked by hand in prompts.py: a union of lists gives unreadable errors
+    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
+    max_tokens: int | None = Field(DEFAULT_COMPLETION_TOKENS, ge=1, le=_INT32)
+    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.suffix:
+            raise unsupported("suffix", "leave it out")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise unsupported("best_of", "leave it out or set it to n")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("logprobs", "with echo, leave logprobs out")
+        return self
+
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+
+    def _num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TokenizeRequest(TemplateBody):
+    """The body of ``POST /tokenize``: a ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        refuse_unsupported(self.model_extra or {})
+        return self
+
+
+class DetokenizeRequest(Body):
+    """The body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,152 @@
+"""What every route needs: the model, its names, its limits and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fastapi import Request
+
+from anaphora.errors import InvalidRequest, UnknownModel
+from anaphora.server.generation import Generation
+from anaphora.server.metrics import Metrics
+from anaphora.server.schemas import (
+    B,
+    ChatMessage,
+    Prompt,
+    SamplingBody,
+    TemplateBody,
+    check_token_id,
+)
+from anaphora.server.served import ServedLLM
+from anaphora.server.transport import BodyReader
+from anaphora.types import SamplingParams
+
+MAX_CHOICES_PER_REQUEST = 2048  # prompts times n
+# Encoding more characters on the event loop would hold up everybody's streams.
+_MAX_INLINE_LENGTH = 4096
+_MAX_SHOWN_NAME_CHARS = 100
+
+T = TypeVar("T")
+
+
+class Service:
+    """Shared by the routes of one app."""
+
+    def __init__(
+        self,
+        llm: ServedLLM,
+        model_names: Sequence[str],
+        *,
+        metrics: Metrics,
+        bodies: BodyReader,
+        created: int,
+    ) -> None:
+        self.llm = llm
+        self.model_names = tuple(model_names)
+        self.metrics = metrics
+        self.created = created
+        self._bodies = bodies
+        self.system_fingerprint = _fingerprint(llm)
+
+    async def read(self, request: Request, schema: type[B]) -> B:
+        """The checked body of ``request``."""
+        return await self._bodies.read(request, schema)
+
+    def check_model(self, name: str) -> None:
+        """Raise ``UnknownModel`` unless ``name`` is served here."""
+        if name not in self.model_names:
+            raise UnknownModel(
+                f"model is {name[:_MAX_SHOWN_NAME_CHARS]!r}, which is not served here; "
+                f"use {' or '.join(self.model_names)}",
+                param="model",
+            )
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], body: TemplateBody) -> list[int]:
+        """Token ids of a chat. Raises ``InvalidRequest``."""
+        template = self.llm.chat_template
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        plain = [message.as_message(f"messages[{i}]") for i, message in enumerate(messages)]
+        adds_generation_prompt = body.adds_generation_prompt
+
+        def encode() -> list[int]:
+            return template.encode(
+                plain,
+                add_generation_prompt=adds_generation_prompt,
+                continue_final_message=bool(body.continue_final_message),
+                template_kwargs=body.chat_template_kwargs,
+            )
+
+        return await _off_loop(encode, sum(len(message["content"]) for message in plain))
+
+    async def encode_prompts(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Token ids of raw prompts, in which control tokens count: they are all the client's own.
+
+        Raises ``InvalidRequest`` for a token id that does not exist.
+        """
+
+        def encode_all() -> list[list[int]]:
+            return [self._encode_prompt(prompt, add_special_tokens) for prompt in prompts]
+
+        return await _off_loop(encode_all, sum(map(len, prompts)))
+
+    def _encode_prompt(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.llm.tokenizer.encode(
+                prompt, add_special_tokens=add_special_tokens, parse_special=True
+            )
+        for token_id in prompt:
+            check_token_id("prompt", token_id, self.llm.info.vocab_size)
+        return prompt
+
+    def generation(
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        body: SamplingBody,
+        params: SamplingParams,
+        *,
+        field: str,
+    ) -> Generation:
+        """Check ``prompts`` and make them ready to run; ``field`` names where they came from."""
+        num_choices = len(prompts) * params.n
+        if num_choices > MAX_CHOICES_PER_REQUEST:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts times n are {num_choices} answers; "
+                f"at most {MAX_CHOICES_PER_REQUEST} are allowed at once",
+                param=field,
+            )
+        return Generation(
+            self.llm,
+            prompts,
+            params,
+            scope=body.scope(request.state.tenant),
+            request_id=request.state.request_id,
+            metrics=self.metrics,
+            field=field,
+        )
+
+
+async def _off_loop(work: Callable[[], T], length: int) -> T:
+    return work() if length <= _MAX_INLINE_LENGTH else await asyncio.to_thread(work)
+
+
+def _fingerprint(llm: ServedLLM) -> str:
+    """Changes when the same seed may give another answer."""
+    info = llm.info
+    parts = (info.name, info.architecture, str(info.num_parameters), info.dtype)
+    text = "\0".join((*parts, info.kv_cache_dtype))
+    return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def now() -> int:
+    """Seconds since 1970, as ``created`` shows them."""
+    return int(time.time())

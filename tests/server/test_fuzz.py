@@ -1,0 +1,117 @@
+"""No body, however odd, may end in a 5xx or in an error without the envelope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from anaphora.server.fields import UNSUPPORTED
+from anaphora.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from tests.server.running import Running, check_error
+
+SCHEMAS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+GOOD: dict[str, Any] = {
+    "model": "fake",
+    "messages": [{"role": "user", "content": "a"}],
+    "prompt": "a",
+    "tokens": [1],
+    "max_tokens": 2,
+}
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["", "fake", "user", "text", "é\0", "<|im_end|>"])
+    | st.text(max_size=5)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.integers(0, 300).map(str), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(["system", "developer", "user", "assistant"]) | scalars,
+            "content": st.text(max_size=5) | values,
+            "name": values,
+            "tool_calls": values,
+        },
+    ),
+    max_size=3,
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from(sorted(SCHEMAS)))
+    names = sorted({*SCHEMAS[path].model_fields, *UNSUPPORTED, "unknown"})
+    body = {name: GOOD[name] for name in SCHEMAS[path].model_fields if name in GOOD}
+    if path == "/tokenize":
+        body.pop(draw(st.sampled_from(["prompt", "messages"])))
+    for name in draw(st.lists(st.sampled_from(names), max_size=3)):
+        body[name] = draw(messages if name == "messages" else values)
+    return path, body
+
+
+def check(response: httpx.Response) -> None:
+    if response.status_code != 200:
+        assert 400 <= response.status_code < 500, response.text
+        check_error(response, response.status_code)
+
+
+# the server is shared by all examples on purpose: it keeps no state that could matter
+quick = settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(shared: Running) -> Any:
+    with shared.http() as http:
+        yield http
+
+
+@quick
+@given(requests())
+@example(("/v1/completions", {**GOOD, "seed": -(2**63), "stream": True}))
+@example(("/v1/completions", {**GOOD, "seed": 2**64 - 1, "logit_bias": {"5": 1e-320}}))
+def test_odd_values_in_good_bodies(fuzzed: httpx.Client, request: tuple[str, Any]) -> None:
+    path, body = request
+    check(fuzzed.post(path, json=body))
+
+
+@quick
+@given(st.sampled_from(sorted(SCHEMAS)), values)
+def test_any_json(fuzzed: httpx.Client, path: str, body: Any) -> None:
+    check(fuzzed.post(path, json=body))
+
+
+@quick
+@given(st.sampled_from(sorted(SCHEMAS)), st.binary(max_size=40))
+def test_any_bytes(fuzzed: httpx.Client, path: str, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    check(fuzzed.post(path, content=content, headers=headers))

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import http.client
+from urllib.parse import urlsplit
+
+import pytest
+
+from anaphora.errors import ConfigError, Unauthorized
+from anaphora.server import tenants as tenants_module
+from anaphora.server.tenants import Tenants
+from tests.server.running import Running, Serve, check_error
+
+
+def test_without_keys_everyone_is_the_default_tenant() -> None:
+    tenants = Tenants.from_flags([])
+    assert tenants.is_open
+    assert tenants.authenticate(None) == tenants.authenticate("Bearer x") == "default"
+
+
+def test_each_key_has_its_tenant() -> None:
+    tenants = Tenants.from_flags(["plain", "team=first", "team=second", "other=a=b=="])
+    assert tenants.authenticate("Bearer first") == tenants.authenticate("bearer second") == "team"
+    assert tenants.authenticate("Bearer a=b==") == "other"
+    assert tenants.num_tenants == 3
+    # the name of an unnamed key is the same after a restart
+    again = Tenants.from_flags(["x", "plain"])
+    assert tenants.authenticate("Bearer plain") == again.authenticate("Bearer plain")
+    assert tenants.authenticate("Bearer plain").startswith("key-")
+    assert again.authenticate("Bearer x") != again.authenticate("Bearer plain")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic good", "good", "Bearer good x",
+     "Bearer goo", "Bearer GOOD", "Bearer name=good", "Bearer \xe9\u1234"],
+)  # fmt: skip
+def test_wrong_headers(header: str | None) -> None:
+    with pytest.raises(Unauthorized) as caught:
+        Tenants.from_flags(["name=good"]).authenticate(header)
+    assert "good" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[""], ["name="], ["a", ""], ["name=key", "key"], ["a=key", "b=key"], ["sk-padded=="],
+     ["two words"], ["schlüssel"], ["tab\tkey"], ["=key"], ["na me=key"], ["key-abc=key"]],
+)  # fmt: skip
+def test_unusable_flags_are_named_by_position_not_by_content(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"--api-key number {len(flags)} ") as caught:
+        Tenants.from_flags(flags)
+    assert "key=" not in str(caught.value)
+    assert "schl" not in str(caught.value)
+
+
+def test_only_digests_are_kept_and_all_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants = Tenants.from_flags(["first-key", "second-key", "third-key"])
+    assert "first-key" not in repr(vars(tenants))
+    compared = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append(a)
+        return a == b
+
+    monkeypatch.setattr(tenants_module.hmac, "compare_digest", compare)
+    tenants.authenticate("Bearer first-key")
+    assert len(compared) == 3
+
+
+def raw(server: Running, method: str, path: str, *authorizations: str) -> tuple[int, str]:
+    """Sends ``path`` as it is: httpx would tidy it up."""
+    parts = urlsplit(server.url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection.putrequest(method, path, skip_host=False, skip_accept_encoding=True)
+    for value in authorizations:
+        connection.putheader("Authorization", value)
+    connection.endheaders()
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status, response.getheader("www-authenticate") or ""
+
+
+TRICKS = [
+    "//v1/models", "/v1//models", "/v1/models/", "/v1%2fmodels", "/%76%31/models",
+    "/health/../v1/models", "/health/..%2fv1/models", "/health/%2e%2e/v1/models", "/./v1/models",
+    "/v1/models?x=/health", "/v1/models#/health", "/health/", "//health", "/health%2f", "/HEALTH",
+    "/health;/v1/models", "/health%00", "/health?/../v1/models/x", "http://x/v1/models",
+    "/v1/models/%2e%2e/%2e%2e/health", "/\\health", "/nowhere", "/", "/docs/oauth2-redirect",
+]  # fmt: skip
+
+
+def test_only_health_opens_without_a_key(serve: Serve) -> None:
+    server = serve("team=good-key")
+    routes = [(path, method) for path, method in _routes(server) if path != "/health"]
+    assert len(routes) >= 10
+    tricks = [
+        (path, method)
+        for path in TRICKS
+        if not path.startswith("/health?")
+        for method in ("GET", "HEAD", "POST", "OPTIONS", "TRACE")
+    ]
+    for path, method in [*routes, *tricks]:
+        for keys in ((), ("Bearer wrong",), ("good-key",), ("Bearer wrong", "Bearer good-key")):
+            status, challenge = raw(server, method, path, *keys)
+            assert (status, challenge) == (401, "Bearer"), (method, path, keys)
+    assert raw(server, "GET", "/health")[0] == 200
+    assert raw(server, "GET", "/health?x=1")[0] == 200
+    assert raw(server, "POST", "/health")[0] == 405
+
+
+def _routes(server: Running) -> list[tuple[str, str]]:
+    paths = ["/docs", "/redoc", "/openapi.json", "/v1/models/fake"]
+    described = server.app.openapi()["paths"]
+    found = [(path, "GET") for path in paths]
+    return found + [(path, method.upper()) for path in described for method in described[path]]
+
+
+def test_with_a_good_key_every_route_answers(serve: Serve) -> None:
+    server = serve("team=good-key")
+    for path, method in _routes(server):
+        status, _ = raw(server, method, path, "Bearer good-key")
+        # without a body; {name} is no model
+        assert status in (200, 415) or "{" in path, path
+    for path in TRICKS:
+        status, _ = raw(server, "GET", path, "Bearer good-key")
+        assert status in (200, 404), path
+
+
+def test_the_refusal_has_the_envelope_and_no_cors_header(serve: Serve) -> None:
+    server = serve("good-key")
+    with server.http(follow_redirects=False) as http_client:
+        headers = {"authorization": "Bearer wrong", "origin": "https://evil.example"}
+        response = http_client.get("/v1/models", headers=headers)
+        assert check_error(response, 401)["code"] == "invalid_api_key"
+        response = http_client.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert response.status_code == 200
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_the_tenant_comes_from_the_key_alone(serve: Serve) -> None:
+    server = serve("a=key-a", "b=key-b")
+    cached = []
+    for key in ("key-a", "key-b", "key-b"):
+        with server.openai(key) as sdk:
+            answer = sdk.completions.create(
+                model="fake", prompt="x" * 40, user="a", extra_body={"tenant": "a", "scope": "a"}
+            )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached == [0, 0, 32]
+    assert [request.scope.tenant for request in server.llm.requests] == ["a", "b", "b"]

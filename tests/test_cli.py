@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from anaphora import cli
+from anaphora.config import EngineConfig
+from anaphora.errors import CorruptCheckpoint
+from anaphora.fake import FakeLLM
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command's exit status, stdout and stderr."""
+    monkeypatch.delenv(cli.API_KEY_VARIABLE, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            cli.main(arguments)
+            status = 0
+        except SystemExit as error:
+            status = int(error.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+class ScriptedLLM(FakeLLM):
+    """Stands where ``AsyncLLM`` does, and remembers its configuration."""
+
+    created: list[ScriptedLLM]
+    start_error: Exception | None = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.is_closed = False
+        self.created.append(self)
+
+    async def start(self) -> None:
+        if self.start_error is not None:
+            raise self.start_error
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def llms(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedLLM]:
+    """The models that the command starts; none is real."""
+    module: Any = ModuleType("anaphora.async_llm")
+    module.AsyncLLM = ScriptedLLM
+    monkeypatch.setitem(sys.modules, "anaphora.async_llm", module)
+    monkeypatch.setattr(ScriptedLLM, "created", [], raising=False)
+    return ScriptedLLM.created
+
+
+def test_help_is_grouped_and_version_is_printed(run: Run) -> None:
+    status, output, _ = run("serve", "--help")
+    assert status == 0
+    for text in ("Model", "Server", "Cache", "Scheduling", "--no-enable-prefix-caching", "cgroup"):
+        assert text in output
+    status, output, _ = run("--version")
+    assert (status, output.split()[0]) == (0, "anaphora")
+
+
+def test_help_needs_nothing_heavy() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from anaphora.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'fastapi', 'uvicorn', 'tokenizers', 'zmq'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_option_of_the_engine_has_a_flag_with_its_default(run: Run) -> None:
+    import dataclasses
+    import inspect
+
+    parameters = inspect.signature(cli.serve).parameters
+    for field in dataclasses.fields(EngineConfig):
+        assert parameters[field.name].default == field.default, field.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], ["--host 0.0.0.0", "add --api-key"]),
+        (["--api-key", ""], ["--api-key number 1 is empty"]),
+        (["--kv-cache-memory", "lots"], ["lots", "2GiB"]),
+        (["--block-size", "17"], ["--block-size is 17"]),
+        (["--max-num-seqs", "0"], ["--max-num-seqs is 0", "at least 1"]),
+        (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization is 1.5"]),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_status_2(
+    run: Run, llms: list[ScriptedLLM], arguments: list[str], words: list[str]
+) -> None:
+    status, output, errors = run("serve", *arguments)
+    assert (status, output) == (2, "")
+    assert errors.count("\n") == 1
+    for word in ("error: ", *words):
+        assert word in errors
+    assert not llms
+
+
+@pytest.mark.parametrize("arguments", [["--dtype", "int4"], ["--port", "70000"], ["--nonsense"]])
+def test_what_the_parser_refuses_is_status_2(
+    run: Run, llms: list[ScriptedLLM], arguments: list[str]
+) -> None:
+    status, _, errors = run("serve", *arguments)
+    assert status == 2
+    assert arguments[0] in errors
+    assert not llms
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(
+    run: Run, llms: list[ScriptedLLM]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, _, errors = run("serve", "--port", str(port))
+    assert status == 2
+    assert f"--port {port}" in errors
+    assert not llms
+
+
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "hello"]])
+def test_a_model_that_cannot_be_served(
+    run: Run,
+    llms: list[ScriptedLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+) -> None:
+    monkeypatch.setattr(ScriptedLLM, "start_error", CorruptCheckpoint("it is cut; pull it again"))
+    status, output, errors = run(*command)
+    assert (status, output, errors) == (2, "", "error: it is cut; pull it again\n")
+    assert llms[0].is_closed
+
+
+def test_generate_streams_the_answer(run: Run, llms: list[ScriptedLLM]) -> None:
+    assert run("generate", "hello")[:2] == (0, "You said: hello\n")
+    assert (
+        run("generate", "hello", "--raw", "--max-tokens", "3", "--dtype", "float32")[1] == "You\n"
+    )
+    assert [llm.is_closed for llm in llms] == [True, True]
+    chat, raw = (llm.requests[0] for llm in llms)
+    assert raw.prompt_token_ids == [256, *b"hello"]
+    assert len(chat.prompt_token_ids) > len(raw.prompt_token_ids)
+    assert chat.params.temperature == 0
+    assert llms[1].config.dtype == "float32"
+    status, _, errors = run("generate", "hello", "--temperature", "9")
+    assert status == 2
+    assert "temperature is 9" in errors
+
+
+class _Recorder:
+    """Takes uvicorn's place: asks the app a question instead of serving it."""
+
+    def __init__(self, app: Any, answers: list[httpx.Response], headers: dict[str, str]) -> None:
+        self._app = app
+        self._answers = answers
+        self._headers = headers
+
+    async def serve(self, sockets: list[socket.socket]) -> None:
+        assert sockets[0].getsockname()[1] > 0
+        transport = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            self._answers.append(await client.get("/v1/models", headers=self._headers))
+
+
+@pytest.mark.parametrize("is_in_environment", [True, False])
+def test_serve_prints_what_it_serves_and_hands_options_on(
+    run: Run,
+    llms: list[ScriptedLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    is_in_environment: bool,
+) -> None:
+    from anaphora.server import listen
+
+    answers: list[httpx.Response] = []
+    headers = {"authorization": "Bearer secret-2"}
+    monkeypatch.setattr(listen, "build_server", lambda app: _Recorder(app, answers, headers))
+    keys = ["--api-key", "secret-1", "--api-key", "team=secret-2"]
+    if is_in_environment:
+        keys = []
+        monkeypatch.setenv(cli.API_KEY_VARIABLE, "secret-1,team=secret-2")
+    status, output, errors = run(
+        "serve", "some-model.gguf", "--port", "0", "--host", "0.0.0.0", *keys,
+        "--served-model-name", "a", "--served-model-name", "b/c",
+        "--kv-cache-memory", "96MiB", "--no-enable-prefix-caching", "--threads", "2",
+    )  # fmt: skip
+    assert (status, errors) == (0, "")
+    assert [model["id"] for model in answers[0].json()["data"]] == ["a", "b/c"]
+    for text in ("a, b/c", "http://0.0.0.0:", "/v1", "tokens", "float32", "tenants: 2"):
+        assert text in output
+    assert "secret" not in output
+    config = llms[0].config
+    assert config.model == "some-model.gguf"
+    assert config.kv_cache_memory == 96 * 2**20
+    assert config.threads == 2
+    assert not config.enable_prefix_caching
+    assert llms[0].is_closed
+
+
+def test_an_empty_key_variable_does_not_open_the_server(
+    run: Run, llms: list[ScriptedLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cli.API_KEY_VARIABLE, "")
+    status, _, errors = run("serve", "--port", "0")
+    assert status == 2
+    assert "--api-key" in errors
+    assert not llms
+
+
+def test_sigterm_closes_the_model(llms: list[ScriptedLLM], run: Run, monkeypatch: Any) -> None:
+    import signal
+
+    from anaphora.server import listen
+
+    before = signal.getsignal(signal.SIGTERM)
+    built: list[Any] = []
+    original = listen.build_server
+    monkeypatch.setattr(listen, "build_server", lambda app: built.append(original(app)) or built[0])
+
+    def terminate() -> None:
+        while not (built and built[0].started):
+            threading.Event().wait(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    try:
+        status, _, _ = run("serve", "--port", "0", "--served-model-name", "a")
+    finally:
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
+    assert status == 0
+    assert llms[0].is_closed
+
+
+def test_doctor_tells_what_it_found(run: Run, monkeypatch: Any, tmp_path: Any) -> None:
+    native: Any = ModuleType("anaphora.ops.native")
+    native.cpu_features = lambda: ["avx2", "fma"]
+    native.kernel_name = lambda: "native avx2"
+    native.default_threads = lambda: 2
+    monkeypatch.setitem(sys.modules, "anaphora.ops.native", native)
+    monkeypatch.setenv("ANAPHORA_CACHE", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.gguf").write_bytes(b"x" * 2048)
+    status, output, _ = run("doctor")
+    assert status == 0
+    for text in ("avx2 fma", "native avx2", "2 of ", "usable of", "tiny.gguf (2.0 KiB)", "numpy"):
+        assert text in output
+
+
+def test_pull_prints_the_path(run: Run, monkeypatch: Any) -> None:
+    from anaphora.loaders import sources
+
+    monkeypatch.setattr(sources, "pull", lambda alias: f"/somewhere/{alias}.gguf")
+    assert run("pull")[:2] == (0, "/somewhere/smollm2.gguf\n")
+    monkeypatch.undo()
+    status, _, errors = run("pull", "unknown-alias")
+    assert status == 2
+    assert "unknown-alias" in errors
