@@ -39,7 +39,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/installed
-	$(BIN)/anaphora bench
+	$(BIN)/python benchmarks/figures.py
 
 clean:
 	rm -rf $(VENV) build

@@ -29,6 +29,7 @@ using anaphora::KVLayout;
 using anaphora::parallel_for;
 
 constexpr int kTileRows = 32;  // scores of a tile: 32 x 512 floats, half of a small L2
+constexpr int kMaxSplitRows = 64;  // beyond this the pieces' sums would take much memory
 constexpr int kRowGroup = 4;   // rows that share a load: 8 sums of 8 lanes fit 16 registers
 
 struct Tile {
@@ -275,9 +276,14 @@ struct Attention {
             std::vector<float> acc;
         };
         std::vector<Piece> pieces;
+        std::vector<int> firsts;  // where each tile and K/V head begins
         for (const Tile& tile : tiles)
-            for (int head = 0; head < kv.num_kv_heads; ++head)
-                for (int p = 0; p < num_partitions(tile); ++p) pieces.push_back({tile, head, p, {}, {}});
+            for (int head = 0; head < kv.num_kv_heads; ++head) {
+                firsts.push_back(static_cast<int>(pieces.size()));
+                for (int p = 0; p < num_partitions(tile); ++p)
+                    pieces.push_back({tile, head, p, {}, {}});
+            }
+        firsts.push_back(static_cast<int>(pieces.size()));
         parallel_for(static_cast<int>(pieces.size()), [&](int i) {
             Piece& piece = pieces[i];
             const int rows = piece.tile.num_tokens * group();
@@ -288,23 +294,21 @@ struct Attention {
             run_partition(piece.tile, piece.kv_head, piece.partition, s, piece.states.data(),
                           piece.acc.data());
         });
-        Piece* total = nullptr;
-        for (Piece& piece : pieces) {
-            if (piece.partition == 0) total = &piece;
-            for (int row = 0; row < static_cast<int>(piece.states.size()); ++row) {
-                if (piece.partition > 0 &&
-                    row_position(piece.tile, row) >= piece.partition * kPartition)
-                    merge(total->states[row], piece.states[row], padded_dim());
-                if (row_position(piece.tile, row) / kPartition == piece.partition)
-                    write(piece.tile, piece.kv_head, row, total->states[row]);
+        parallel_for(static_cast<int>(firsts.size()) - 1, [&](int i) {
+            Piece& total = pieces[firsts[i]];
+            for (int row = 0; row < static_cast<int>(total.states.size()); ++row) {
+                const int last = row_position(total.tile, row) / kPartition;
+                for (int p = 1; p <= last; ++p)
+                    merge(total.states[row], pieces[firsts[i] + p].states[row], padded_dim());
+                write(total.tile, total.kv_head, row, total.states[row]);
             }
-        }
+        });
     }
 
     void run() const {
         const std::vector<Tile> tiles = cut_tiles(batch, std::max(1, kTileRows / group()));
         const int tasks = static_cast<int>(tiles.size()) * kv.num_kv_heads;
-        if (tasks < 4 * anaphora::num_threads()) {
+        if (batch.num_rows <= kMaxSplitRows && tasks < 4 * anaphora::num_threads()) {
             run_split(tiles);
             return;
         }

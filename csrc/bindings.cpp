@@ -23,8 +23,10 @@ using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <class T, int N>
 using Rows = nb::ndarray<T, nb::ndim<N>, nb::device::cpu>;
 
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
 void check(bool ok, const std::string& message) {
-    if (!ok) throw std::invalid_argument(message);
+    if (!ok) fail(message);
 }
 
 std::string shape(const std::string& name, size_t found, size_t expected) {
@@ -51,6 +53,7 @@ KVLayout layout(const nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>& d
     const KVLayout kv{data.data(),  is_half,    static_cast<int64_t>(data.shape(0)),
                       num_layers,   num_kv_heads, block_size,
                       head_dim};
+    check(num_layers > 0 && num_kv_heads > 0, "num_layers and num_kv_heads must be above 0");
     check(block_size > 0 && kPartition % block_size == 0 && block_size % kPanel == 0,
           "block_size is " + std::to_string(block_size) + "; it must divide 512 and be a multiple "
           "of 16");
@@ -125,8 +128,8 @@ void rope(Rows<float, 3> x, Array<const int32_t, 1> positions, Array<const float
     check(2 * cos.shape(1) == x.shape(2), shape("cos' width", cos.shape(1), x.shape(2) / 2));
     check(sin.shape(0) == cos.shape(0) && sin.shape(1) == cos.shape(1), "sin must match cos");
     for (size_t i = 0; i < positions.shape(0); ++i)
-        check(positions.data()[i] >= 0 && positions.data()[i] < dim(cos, 0),
-              "position " + std::to_string(positions.data()[i]) + " has no angles");
+        if (positions.data()[i] < 0 || positions.data()[i] >= dim(cos, 0))
+            fail("position " + std::to_string(positions.data()[i]) + " has no angles");
     nb::gil_scoped_release release;
     kernels().rope(x.data(), stride, positions.data(), dim(x, 0), dim(x, 1), dim(x, 2), cos.data(),
                    sin.data());
@@ -143,8 +146,8 @@ void store_kv(const KVView& kv, int layer, Rows<const float, 3> k, Rows<const fl
     check(slots.shape(0) == k.shape(0), "slots must have k's rows");
     const int64_t num_slots = kv.layout.num_blocks * kv.layout.block_size;
     for (size_t i = 0; i < slots.shape(0); ++i)
-        check(slots.data()[i] >= 0 && slots.data()[i] < num_slots,
-              "slot " + std::to_string(slots.data()[i]) + " is outside the store");
+        if (slots.data()[i] < 0 || slots.data()[i] >= num_slots)
+            fail("slot " + std::to_string(slots.data()[i]) + " is outside the store");
     nb::gil_scoped_release release;
     kernels().store_kv(kv.layout, layer, k.data(), v.data(), stride, slots.data(), dim(k, 0));
 }
@@ -164,18 +167,18 @@ void attention(const KVView& kv, int layer, Rows<const float, 3> q,
     const int num_seqs = dim(block_tables, 0), max_blocks = dim(block_tables, 1);
     for (int i = 0; i < rows; ++i) {
         const int seq = seq_index.data()[i], position = positions.data()[i];
-        check(seq >= 0 && seq < num_seqs && position >= 0 &&
-                  position / kv.layout.block_size < max_blocks,
-              "row " + std::to_string(i) + " has no block for its position");
+        if (seq < 0 || seq >= num_seqs || position < 0 ||
+            position / kv.layout.block_size >= max_blocks)
+            fail("row " + std::to_string(i) + " has no block for its position");
         if (i + 1 < rows && seq_index.data()[i + 1] == seq) {
-            check(positions.data()[i + 1] == position + 1,
-                  "a sequence's neighbouring rows must have consecutive positions");
+            if (positions.data()[i + 1] != position + 1)
+                fail("a sequence's neighbouring rows must have consecutive positions");
             continue;
         }
         for (int b = 0; b <= position / kv.layout.block_size; ++b) {
             const int32_t id = block_tables.data()[int64_t{seq} * max_blocks + b];
-            check(id >= 0 && id < kv.layout.num_blocks,
-                  "block " + std::to_string(id) + " is outside the store");
+            if (id < 0 || id >= kv.layout.num_blocks)
+                fail("block " + std::to_string(id) + " is outside the store");
         }
     }
     nb::gil_scoped_release release;
@@ -220,20 +223,23 @@ NB_MODULE(_native, m) {
                 const KVLayout kv = layout(data, num_layers, num_kv_heads, block_size, head_dim);
                 new (self) KVView{std::move(data), kv};
             },
-            "data"_a, "num_layers"_a, "num_kv_heads"_a, "block_size"_a, "head_dim"_a);
-    m.def("quantize_rows", &quantize_rows);
-    m.def("gemm_int8", &gemm_int8, "q"_a, "scale"_a, "k"_a, "w"_a, "w_scale"_a,
-          "bias"_a.none(), "out"_a);
-    m.def("gemm_f32", &gemm_f32, "x"_a, "w"_a, "bias"_a.none(), "out"_a);
-    m.def("rms_norm", &rms_norm);
-    m.def("rope", &rope);
-    m.def("store_kv", &store_kv);
-    m.def("attention", &attention);
-    m.def("silu_and_mul", &silu_and_mul);
+            nb::arg("data").noconvert(), "num_layers"_a, "num_kv_heads"_a, "block_size"_a, "head_dim"_a);
+    // Arrays are never converted: a kernel that wrote to a converted copy would lose its result.
+    const auto array = [](const char* name) { return nb::arg(name).noconvert(); };
+    m.def("quantize_rows", &quantize_rows, array("x"), "qmax"_a, array("q"), array("scale"));
+    m.def("gemm_int8", &gemm_int8, array("q"), array("scale"), "k"_a, array("w"),
+          array("w_scale"), array("bias").none(), array("out"));
+    m.def("gemm_f32", &gemm_f32, array("x"), array("w"), array("bias").none(), array("out"));
+    m.def("rms_norm", &rms_norm, array("x"), array("weight"), "eps"_a, array("out"));
+    m.def("rope", &rope, array("x"), array("positions"), array("cos"), array("sin"));
+    m.def("store_kv", &store_kv, "kv"_a, "layer"_a, array("k"), array("v"), array("slots"));
+    m.def("attention", &attention, "kv"_a, "layer"_a, array("q"), array("positions"),
+          array("seq_index"), array("block_tables"), "scale"_a, array("out"));
+    m.def("silu_and_mul", &silu_and_mul, array("x"), array("out"));
     m.def("packed_size_int8", &packed_size_int8);
     m.def("packed_size_f32", &packed_size_f32);
-    m.def("pack_int8", &pack_int8_array);
-    m.def("pack_f32", &pack_f32_array);
+    m.def("pack_int8", &pack_int8_array, array("w"), array("out"));
+    m.def("pack_f32", &pack_f32_array, array("w"), array("out"));
     m.def("available_kernels", [] {
         std::vector<std::string> names;
         for (const Kernels* set : available_kernels()) names.emplace_back(set->name);

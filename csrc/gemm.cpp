@@ -139,14 +139,22 @@ void run(const Problem& p, int m) {
 void quantize_row(const float* x, int k, int qmax, int16_t* q, float* scale) {
     const int whole = k / kLanes * kLanes;
     f32x16 lanes = set1(0.0f);
-    for (int i = 0; i < whole; i += kLanes) lanes = max(lanes, abs(load(x + i)));
+    f32x16 damage = set1(0.0f);  // becomes NaN at the first infinite or NaN input
+    for (int i = 0; i < whole; i += kLanes) {
+        const f32x16 v = load(x + i);
+        lanes = max(lanes, abs(v));
+        damage = fma(v, set1(0.0f), damage);
+    }
     float largest = reduce_max(lanes);
-    for (int i = whole; i < k; ++i) largest = std::max(largest, std::fabs(x[i]));
-    // A row of zeros stays zeros. Infinite or NaN input gives a NaN scale, so the damage shows.
-    *scale = largest / static_cast<float>(qmax);
-    const float inverse = largest > 0.0f && std::isfinite(largest)
-                              ? static_cast<float>(qmax) / largest
-                              : 0.0f;
+    float poison = reduce_add(damage);
+    for (int i = whole; i < k; ++i) {
+        largest = std::max(largest, std::fabs(x[i]));
+        poison += x[i] * 0.0f;
+    }
+    // A row of zeros stays zeros; a damaged row gets a NaN scale, so that the damage shows.
+    *scale = largest / static_cast<float>(qmax) + poison;
+    const bool is_sound = poison == 0.0f && largest > 0.0f;
+    const float inverse = is_sound ? static_cast<float>(qmax) / largest : 0.0f;
     const f32x16 limit = set1(static_cast<float>(qmax));
     const f32x16 lowest = set1(-static_cast<float>(qmax));
     for (int i = 0; i < whole; i += kLanes)

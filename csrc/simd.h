@@ -228,7 +228,8 @@ inline f32x16 round(f32x16 a) {
 }
 inline f32x16 scale_by_power(f32x16 a, f32x16 n) {
     return each([&](int i) {
-        const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.at[i]) + 127) << 23;
+        const int32_t whole = n.at[i] == n.at[i] ? static_cast<int32_t>(n.at[i]) : 0;
+        const uint32_t bits = static_cast<uint32_t>(whole + 127) << 23;
         float pow2;
         std::memcpy(&pow2, &bits, sizeof pow2);
         return a.at[i] * pow2;
@@ -262,15 +263,16 @@ inline i32x16 dot_pair(i32x16 acc, i16x32 w, const int16_t* pair) {
     return acc;
 }
 inline void store_i16(int16_t* p, f32x16 v) {
-    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(v.at[i]);
+    for (int i = 0; i < kLanes; ++i)
+        p[i] = v.at[i] == v.at[i] ? static_cast<int16_t>(v.at[i]) : int16_t{0};
 }
 
 #endif
 
 // exp(x) in single precision after Cephes' expf: x = n ln 2 + r, a polynomial in r, times 2^n.
-// Below -87 the result is that of -87 (1.6e-38): callers mask what must be zero.
+// Below -87 the result is that of -87 (1.6e-38): callers mask what must be zero. NaN gives NaN.
 inline f32x16 exp(f32x16 x) {
-    x = min(max(x, set1(-87.0f)), set1(88.0f));
+    x = min(set1(88.0f), max(set1(-87.0f), x));  // in this order NaN stays NaN
     const f32x16 n = round(x * set1(1.44269504088896341f));
     f32x16 r = fma(n, set1(-0.693359375f), x);
     r = fma(n, set1(2.12194440e-4f), r);

@@ -1,9 +1,12 @@
 #include "thread_pool.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -23,15 +26,15 @@ inline void pause() {
 class Pool {
    public:
     explicit Pool(int num_threads) {
-        for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+        try {
+            for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+        } catch (...) {  // the system gives no more threads
+            stop();
+            throw;
+        }
     }
 
-    ~Pool() {
-        stop_.store(true);
-        ticket_.fetch_add(kJob);
-        ticket_.notify_all();
-        for (auto& worker : workers_) worker.join();
-    }
+    ~Pool() { stop(); }
 
     int size() const { return static_cast<int>(workers_.size()) + 1; }
 
@@ -41,14 +44,14 @@ class Pool {
             for (int i = 0; i < num_tasks; ++i) task(context, i);
             return;
         }
-        const std::lock_guard lock(one_job_);  // kernels called from several threads take turns
         // While the job number is odd nobody can claim, so the fields below may change.
         const uint64_t closed = (ticket_.load(std::memory_order_relaxed) / kJob + 1) * kJob;
         ticket_.store(closed);
-        task_.store(task, std::memory_order_relaxed);
-        context_.store(context, std::memory_order_relaxed);
-        num_tasks_.store(num_tasks, std::memory_order_relaxed);
-        num_done_.store(0, std::memory_order_relaxed);
+        // Released one by one: who acquires any of them also sees that the old job is closed.
+        task_.store(task, std::memory_order_release);
+        context_.store(context, std::memory_order_release);
+        num_tasks_.store(num_tasks, std::memory_order_release);
+        num_done_.store(0, std::memory_order_release);
         ticket_.store(closed + kJob);
         if (num_parked_.load() > 0) ticket_.notify_all();
         claim_until_empty();
@@ -63,10 +66,10 @@ class Pool {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while (true) {
             const auto index = static_cast<int>(ticket & (kJob - 1));
-            const int num_tasks = num_tasks_.load(std::memory_order_relaxed);
+            const int num_tasks = num_tasks_.load(std::memory_order_acquire);
             if ((ticket / kJob) % 2 != 0 || index >= num_tasks) return;
-            const auto task = task_.load(std::memory_order_relaxed);
-            void* context = context_.load(std::memory_order_relaxed);
+            const auto task = task_.load(std::memory_order_acquire);
+            void* context = context_.load(std::memory_order_acquire);
             // Succeeds only if the job is still the one whose fields were read.
             if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
                 task(context, index);
@@ -95,11 +98,18 @@ class Pool {
 
     bool is_exhausted(uint64_t ticket) const {
         return (ticket / kJob) % 2 != 0 ||
-               static_cast<int>(ticket & (kJob - 1)) >= num_tasks_.load(std::memory_order_relaxed);
+               static_cast<int>(ticket & (kJob - 1)) >= num_tasks_.load(std::memory_order_acquire);
+    }
+
+    void stop() {
+        stop_.store(true);
+        ticket_.fetch_add(kJob);
+        ticket_.notify_all();
+        for (auto& worker : workers_) worker.join();
+        workers_.clear();
     }
 
     std::vector<std::thread> workers_;
-    std::mutex one_job_;
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<int> num_done_{0};
     alignas(64) std::atomic<void (*)(void*, int)> task_{nullptr};
@@ -109,21 +119,47 @@ class Pool {
     std::atomic<bool> stop_{false};
 };
 
-std::unique_ptr<Pool>& pool() {
-    static auto instance = std::make_unique<Pool>(1);
-    return instance;
+// The process's pool, and the lock that whoever uses or replaces it holds.
+struct Shared {
+    std::mutex mutex;
+    std::unique_ptr<Pool> pool = std::make_unique<Pool>(1);
+
+    // A forked child has none of the workers and maybe a lock that nobody will open: start anew.
+    static void after_fork();
+};
+
+Shared* shared_pool() {
+    static Shared* shared = [] {
+        pthread_atfork(nullptr, nullptr, Shared::after_fork);
+        return new Shared;  // never destroyed: a thread may be in a kernel when the process ends
+    }();
+    return shared;
+}
+
+void Shared::after_fork() {
+    Shared* shared = shared_pool();
+    static_cast<void>(shared->pool.release());
+    new (shared) Shared;
 }
 
 }  // namespace
 
 void run_tasks(int num_tasks, void (*task)(void*, int), void* context) {
-    pool()->run(num_tasks, task, context);
+    Shared* shared = shared_pool();
+    const std::lock_guard lock(shared->mutex);
+    shared->pool->run(num_tasks, task, context);
 }
 
 void set_num_threads(int n) {
-    if (pool()->size() != n) pool() = std::make_unique<Pool>(n);
+    Shared* shared = shared_pool();
+    const std::lock_guard lock(shared->mutex);
+    if (shared->pool->size() != n) shared->pool = std::make_unique<Pool>(n);
 }
 
-int num_threads() { return pool()->size(); }
+int num_threads() {
+    Shared* shared = shared_pool();
+    const std::lock_guard lock(shared->mutex);
+    return shared->pool->size();
+}
 
 }  // namespace anaphora

@@ -9,11 +9,12 @@ namespace anaphora {
 void run_tasks(int num_tasks, void (*task)(void* context, int index), void* context);
 
 // Calls body(i) for i in [0, num_tasks), each once, on any thread; returns when all are done.
+// Calls from several threads take turns; body must not call parallel_for, and must not throw.
 template <class Body>
 void parallel_for(int num_tasks, Body&& body) {
     using Plain = std::remove_reference_t<Body>;
     run_tasks(
-        num_tasks, [](void* context, int i) { (*static_cast<Plain*>(context))(i); },
+        num_tasks, [](void* context, int i) noexcept { (*static_cast<Plain*>(context))(i); },
         const_cast<void*>(static_cast<const void*>(&body)));
 }
 

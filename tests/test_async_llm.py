@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
+from anaphora import async_llm
 from anaphora.async_llm import AsyncLLM
 from anaphora.config import EngineConfig
 from anaphora.errors import (
@@ -22,6 +24,7 @@ from anaphora.errors import (
     CorruptCheckpoint,
     EngineDied,
     EngineUnavailable,
+    InvalidRequest,
 )
 from anaphora.types import CacheScope, SamplingParams
 from tests.models.tiny import write_tiny_llama
@@ -202,6 +205,68 @@ def test_nothing_is_left_behind(runner, smollm2_path, tmp_path, monkeypatch):
         os.kill(pid, 0)
 
 
+async def fails(llm, awaited):
+    """The error of a request that must not hang."""
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(awaited, 20)
+    await until(lambda: llm.is_ready)
+
+
+def test_an_unreadable_message_replaces_the_engine(runner, llm, monkeypatch):
+    async def scenario():
+        real, prompt = async_llm.decode_up, chat(llm, "Hello")
+        stream = llm.generate(prompt, LONG)
+        await anext(stream)
+        calls = iter([b"nonsense"])
+        monkeypatch.setattr(async_llm, "decode_up", lambda data: real(next(calls, data)))
+        await fails(llm, collect(stream))
+        assert await collect(llm.generate(prompt, GREEDY))
+
+    runner.run(scenario())
+
+
+def test_a_failed_restart_is_tried_again(runner, llm, monkeypatch, tmp_path):
+    async def scenario():
+        spawn, failures = llm._spawn, iter([zmq.ZMQError(24), OSError("no process")])
+
+        async def fail_twice():
+            if (failure := next(failures, None)) is not None:
+                raise failure
+            return await spawn()
+
+        monkeypatch.setattr(llm, "_spawn", fail_twice)
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        await until(lambda: not llm.is_ready)
+        await until(lambda: llm.is_ready)
+
+    runner.run(scenario())
+
+
+def test_no_process_leaves_no_folder(runner, smollm2_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+
+    async def scenario():
+        llm = AsyncLLM(EngineConfig(model=str(smollm2_path)))
+        with pytest.raises(OSError, match="none"):
+            await llm.start()
+        await llm.close()
+
+    runner.run(scenario())
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_event_loop_is_refused(llm):
+    with pytest.raises(RuntimeError, match="belongs to the event loop"):
+        asyncio.run(collect(llm.generate([5], GREEDY)))
+
+
+@pytest.mark.parametrize("wrong", [5.0, True, "5", None])
+def test_token_ids_of_a_wrong_type_are_refused(runner, llm, wrong):
+    with pytest.raises(InvalidRequest, match="token ids are integers"):
+        llm.generate([5, wrong], GREEDY)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -239,16 +304,26 @@ def test_a_damaged_model_is_named_by_the_engine(runner, tmp_path, smollm2_path):
     runner.run(scenario())
 
 
-def test_the_engine_ends_when_its_parent_is_killed(smollm2_path):
+@pytest.mark.parametrize("seconds", [0.05, 0.5, None])
+def test_the_engine_ends_when_its_parent_is_killed(smollm2_path, seconds):
+    """Killed ``seconds`` after the engine was started, or once it is ready."""
     script = """
         import asyncio, sys
         from anaphora.async_llm import AsyncLLM
         from anaphora.config import EngineConfig
 
+        spawn = asyncio.create_subprocess_exec
+
+        async def spawn_and_tell(*args, **options):
+            process = await spawn(*args, **options)
+            print(process.pid, flush=True)
+            return process
+
         async def main():
+            asyncio.create_subprocess_exec = spawn_and_tell
             llm = AsyncLLM(EngineConfig(model=sys.argv[1], kv_cache_memory=2**26))
             await llm.start()
-            print(llm.engine_pid, flush=True)
+            print("ready", flush=True)
             await asyncio.sleep(600)
 
         asyncio.run(main())
@@ -258,8 +333,12 @@ def test_the_engine_ends_when_its_parent_is_killed(smollm2_path):
     )
     with parent:
         pid = int(parent.stdout.readline())
+        if seconds is None:
+            assert parent.stdout.readline() == b"ready\n"
+        else:
+            time.sleep(seconds)
         parent.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
         assert time.monotonic() < deadline, "the orphaned engine is still there"
         time.sleep(0.05)

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import shutil
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import zmq
@@ -22,10 +24,12 @@ from anaphora.engine.process import (
     Abort,
     Add,
     Configure,
+    Down,
     Failed,
     Ready,
     Shutdown,
     StepOutputs,
+    Up,
     decode_up,
     encode,
 )
@@ -58,12 +62,30 @@ class _Child:
     process: asyncio.subprocess.Process
     socket: zmq.asyncio.Socket
     folder: Path
-    info: ModelInfo | None = None
 
-    def discard(self) -> None:
-        """Closes what the process leaves behind."""
-        self.socket.close(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+    async def send(self, message: Down) -> None:
+        """Sends without ever waiting; ``EngineUnavailable`` if nobody is there."""
+        try:
+            await self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:  # its process has just ended, and perhaps nobody has noticed yet
+            raise EngineUnavailable("the engine has ended; try again in a moment") from None
+
+    async def end(self, *, grace: float = 0.0) -> None:
+        """Waits ``grace`` seconds for the process to end, then kills it; leaves nothing behind."""
+        try:
+            async with asyncio.timeout(grace):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+        finally:
+            _discard(self.socket, self.folder)
+
+
+def _discard(socket: zmq.asyncio.Socket, folder: Path) -> None:
+    socket.close(linger=0)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class AsyncLLM:
@@ -79,6 +101,7 @@ class AsyncLLM:
         self._text = TextSide(resolved.path)
         self._child: _Child | None = None
         self._info: ModelInfo | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._queues: dict[str, asyncio.Queue[SequenceOutput | EngineError]] = {}
         self._stats = EngineStats()
@@ -86,29 +109,22 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Starts the engine and loads the model. Raises ``ModelError`` and ``ConfigError``."""
+        self._loop = asyncio.get_running_loop()
         child = await self._spawn()
-        self._info = child.info
         self._supervisor = asyncio.create_task(self._supervise(child))
 
     async def close(self) -> None:
         """Stops the engine; running requests end with ``EngineUnavailable``."""
         if self._supervisor is not None:
             self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
+            await asyncio.gather(self._supervisor, return_exceptions=True)
             self._supervisor = None
         child, self._child = self._child, None
         self._fail_requests(EngineUnavailable, "the server is shutting down")
-        if child is None:
-            return
-        with contextlib.suppress(zmq.ZMQError):
-            await child.socket.send(encode(Shutdown()))
-        try:
-            await asyncio.wait_for(child.process.wait(), _SHUTDOWN_SECONDS)
-        except TimeoutError:
-            child.process.kill()
-            await child.process.wait()
-        child.discard()
+        if child is not None:
+            with contextlib.suppress(EngineUnavailable):
+                await child.send(Shutdown())
+            await child.end(grace=_SHUTDOWN_SECONDS)
 
     @property
     def info(self) -> ModelInfo:
@@ -169,12 +185,14 @@ class AsyncLLM:
         return self._child
 
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("an AsyncLLM belongs to the event loop that started it")
         child = self._live_child()
         queue: asyncio.Queue[SequenceOutput | EngineError] = asyncio.Queue()
         outputs = RequestOutputs(self._text.tokenizer, request.params)
         self._queues[request.request_id] = queue
         try:
-            await child.socket.send(encode(Add(request)))
+            await child.send(Add(request))
             while not outputs.is_finished:
                 output = await queue.get()
                 if isinstance(output, EngineError):
@@ -192,69 +210,96 @@ class AsyncLLM:
 
     async def _abort(self, child: _Child, request_id: str, index: int | None = None) -> None:
         if child is self._child:
-            with contextlib.suppress(zmq.ZMQError):
-                await child.socket.send(encode(Abort(request_id, index)))
+            with contextlib.suppress(EngineUnavailable):
+                await child.send(Abort(request_id, index))
 
     async def _spawn(self) -> _Child:
-        """A process with its model loaded."""
+        """A process with its model loaded; it is the current one from now on."""
         folder = Path(tempfile.mkdtemp(prefix="anaphora-"))  # for this user alone
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.set_hwm(0)  # requests are bounded by the server, outputs by max_tokens
         address = f"ipc://{folder}/engine"
-        socket.bind(address)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "anaphora.engine.process",
-            address,
-            stdin=asyncio.subprocess.DEVNULL,
-        )
+        try:
+            socket.set_hwm(0)  # requests are bounded by the server, outputs by max_tokens
+            socket.bind(address)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "anaphora.engine.process", address, str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        except BaseException:
+            _discard(socket, folder)
+            raise
         child = _Child(process, socket, folder)
         try:
-            await socket.send(encode(Configure(self._config)))
-            message = decode_up(await _first(socket.recv(), process))
+            self._info = await self._configure(child)
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            child.discard()
+            await asyncio.shield(child.end())
             raise
-        if isinstance(message, Failed):
-            await process.wait()
-            child.discard()
-            raise getattr(errors, message.error)(message.message)
-        assert isinstance(message, Ready)
-        child.info = message.info
         self._child = child
         return child
 
+    async def _configure(self, child: _Child) -> ModelInfo:
+        """Sends the configuration; what the engine made of it, or why it could not."""
+
+        async def exchange() -> Up:
+            await child.socket.send(encode(Configure(self._config)))
+            return decode_up(await child.socket.recv())
+
+        message = asyncio.create_task(exchange())
+        end = asyncio.create_task(child.process.wait())
+        try:
+            await asyncio.wait([message, end], return_when=asyncio.FIRST_COMPLETED)
+            if not message.done():  # it may have said why just before its end
+                await asyncio.wait([message], timeout=0.2)
+            if not message.done():
+                raise EngineUnavailable(
+                    f"the engine process ended with status {child.process.returncode} before it "
+                    "was ready; its own messages are above"
+                )
+            answer = message.result()
+        finally:
+            message.cancel()
+            end.cancel()
+        if isinstance(answer, Failed):
+            raise getattr(errors, answer.error)(answer.message)
+        assert isinstance(answer, Ready)
+        return answer.info
+
     async def _supervise(self, child: _Child) -> None:
-        """Hands outputs to their requests; replaces the engine whenever it dies."""
+        """Hands outputs to their requests; replaces the engine whenever it is lost."""
         delay = 0.0
         while True:
-            started = asyncio.get_running_loop().time()
-            receive = asyncio.create_task(self._receive(child))
-            try:
-                await child.process.wait()
-            finally:
-                receive.cancel()
+            started = time.monotonic()
+            await self._serve_until_lost(child)
+            self._child = None
+            await child.end()
             logger.error(
                 "the engine process ended with status %s; starting a fresh one",
                 child.process.returncode,
             )
-            self._child = None
-            child.discard()
             self._keep_counters()
             self._fail_requests(EngineDied, "the engine died while it worked on this request")
-            if asyncio.get_running_loop().time() - started > _MAX_RESTART_DELAY:
+            if time.monotonic() - started > _MAX_RESTART_DELAY:
                 delay = 0.0  # it had been well
             while self._child is None:
                 await asyncio.sleep(delay)
                 delay = min(max(2 * delay, 0.5), _MAX_RESTART_DELAY)
                 try:
                     child = await self._spawn()
-                except (errors.AnaphoraError, OSError):
+                except Exception:
                     logger.exception("no fresh engine; next try in %.1f s", delay)
+
+    async def _serve_until_lost(self, child: _Child) -> None:
+        """Returns when the process has ended, or when its messages cannot be read any more."""
+        receive = asyncio.create_task(self._receive(child))
+        end = asyncio.create_task(child.process.wait())
+        try:
+            await asyncio.wait([receive, end], return_when=asyncio.FIRST_COMPLETED)
+            if receive.done() and not receive.cancelled():
+                logger.error("the engine's messages are broken", exc_info=receive.exception())
+        finally:
+            receive.cancel()
+            end.cancel()
 
     async def _receive(self, child: _Child) -> None:
         while True:
@@ -275,25 +320,6 @@ class AsyncLLM:
     def _fail_requests(self, error: type[EngineError], message: str) -> None:
         for queue in self._queues.values():
             queue.put_nowait(error(message))
-
-
-async def _first(receive: Awaitable[bytes], process: asyncio.subprocess.Process) -> bytes:
-    """The first message of a process, or ``EngineUnavailable`` if it ends before."""
-    message = asyncio.ensure_future(receive)
-    end = asyncio.ensure_future(process.wait())
-    try:
-        await asyncio.wait([message, end], return_when=asyncio.FIRST_COMPLETED)
-        if message.done():
-            return message.result()
-        try:  # it may have said why just before its end
-            return await asyncio.wait_for(message, 0.2)
-        except TimeoutError:
-            raise EngineUnavailable(
-                f"the engine process ended with status {process.returncode} before it was ready"
-            ) from None
-    finally:
-        message.cancel()
-        end.cancel()
 
 
 def _as_dict(stats: EngineStats) -> dict[str, int]:

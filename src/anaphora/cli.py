@@ -240,18 +240,22 @@ def pull(
 @app.command()
 def doctor() -> None:
     """Show what this machine offers and what Anaphora makes of it."""
-    from anaphora.engine.memory import usable_memory
     from anaphora.loaders.sources import models_dir
-    from anaphora.ops.native import cpu_features, default_threads, kernel_name
+    from anaphora.machine import usable_cores, usable_memory
+    from anaphora.ops.native import (
+        available_kernels,
+        cpu_features,
+        kernel_name,
+    )
 
     table = _table("Anaphora on this machine")
     table.add_row("anaphora", _version("anaphora"))
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
     for package in _SHOWN_PACKAGES:
         table.add_row(package, _version(package))
-    table.add_row("CPU features in use", " ".join(cpu_features()) or "none")
-    table.add_row("kernels", kernel_name())
-    table.add_row("threads", f"{default_threads()} of {os.cpu_count()} cores")
+    table.add_row("CPU features", " ".join(cpu_features()) or "none")
+    table.add_row("kernels", f"{kernel_name()} (of {', '.join(available_kernels())})")
+    table.add_row("threads", f"{usable_cores()} of {os.cpu_count()} cores")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     usable = usable_memory()
     table.add_row("memory", f"{format_size(usable)} usable of {format_size(machine)}")

@@ -13,6 +13,7 @@ KVCacheDtype = Literal["auto", "float16", "float32"]
 
 DEFAULT_MODEL = "smollm2"
 ATTENTION_PARTITION = 512  # tokens; attention sums in partitions of this size, see csrc/kernels.h
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # they divide a partition
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -60,11 +61,13 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{_flag(name)} is {value}; it must be at least 1")
-        if self.block_size % 16 or not 16 <= self.block_size <= ATTENTION_PARTITION // 2:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"--block-size is {self.block_size}; it must be 16, 32, 64, 128 or 256"
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than "
+                f"--max-num-seqs ({self.max_num_seqs}), so that not every sequence could get its "
+                "token in a step; raise the first or lower the second"
             )
-        if ATTENTION_PARTITION % self.block_size:
+        if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"--block-size is {self.block_size}; it must be 16, 32, 64, 128 or 256"
             )

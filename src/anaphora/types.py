@@ -15,6 +15,7 @@ from anaphora.errors import ContextTooLong, InvalidRequest
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_CHOICES = 128  # n
+MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20  # as OpenAI's top_logprobs
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -49,10 +50,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_range("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, math.inf)
-        _check_range("min_tokens", self.min_tokens, 0, math.inf)
+            _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
@@ -60,10 +62,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 param="min_tokens",
             )
         _check_range("temperature", self.temperature, 0, 2)
-        _check_range("top_k", self.top_k, 0, math.inf)
+        _check_range("top_k", self.top_k, 0, MAX_TOKENS)
         _check_range("top_p", self.top_p, 0, 1, low_open=True)
         _check_range("min_p", self.min_p, 0, 1)
-        _check_range("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 10)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         if self.seed is not None:
@@ -85,6 +87,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range("stop string's length", len(stop), 1, MAX_STOP_STRING_CHARS, param="stop")
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Structs check types when they are decoded, not when they are made: do it here as well."""
+    for field in msgspec.structs.fields(SamplingParams):
+        value = getattr(params, field.name)
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(
+                f"{field.name} has the type {type(value).__name__}: {error}", param=field.name
+            ) from None
 
 
 def _check_range(
@@ -148,10 +162,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             ("stop_token_ids", self.params.stop_token_ids),
             ("logit_bias", self.params.logit_bias),
         ):
-            wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
-            if wrong is not None:
+            wrong = [i for i in token_ids if type(i) is not int or not 0 <= i < vocab_size]
+            if wrong:
                 raise InvalidRequest(
-                    f"{param} has the token id {wrong}, but the vocabulary ends at "
+                    f"{param} has the token id {wrong[0]!r}; token ids are integers from 0 to "
                     f"{vocab_size - 1}",
                     param=param,
                 )

@@ -53,12 +53,11 @@ def prompt(driver):
     return make_prompt(driver, seed=1)
 
 
-@pytest.fixture
-def cold(driver, prompt):
-    """The truth: cold, alone, in one chunk if the budget allows, two threads."""
-    logits, num_cached = driver.run(prompt)
+@pytest.fixture(scope="module")
+def cold(driver):
+    """The truth: cold, alone, in chunks of 512, two threads."""
+    logits, num_cached = driver.run(make_prompt(driver, seed=1))
     assert num_cached == 0
-    driver.forget()
     return logits
 
 
@@ -77,18 +76,12 @@ def test_partly_warm(driver, prompt, cold, num_shared):
     assert_bit_equal(logits, cold)
 
 
-@pytest.mark.parametrize("budget", [1, 7, 16, 33, 100, 512, 4096])
+@pytest.mark.parametrize("budget", [7, 33, 100, 4096])
 def test_chunked(driver, prompt, cold, budget):
-    length = NUM_PROMPT if budget > 1 else 60
-    driver.engine.scheduler.max_num_batched_tokens = 4096
-    expected, _ = driver.run(prompt[:length])
-    driver.forget()
     driver.engine.scheduler.max_num_batched_tokens = budget
-    logits, num_cached = driver.run(prompt[:length])
+    logits, num_cached = driver.run(prompt)
     assert num_cached == 0
-    assert_bit_equal(logits, expected)
-    if length == NUM_PROMPT:
-        assert_bit_equal(logits, cold)
+    assert_bit_equal(logits, cold)
 
 
 @pytest.mark.parametrize("budget", [64, 512])
@@ -147,7 +140,7 @@ def test_after_eviction_and_recomputation(driver, prompt, cold):
     """Only the tail of the prompt's blocks is lost, as under memory pressure."""
     driver.run(prompt)
     pool = driver.engine.cache.pool
-    findable = [b for b in pool._free.values() if b.block_hash is not None]
+    findable = [b for b in pool._free.values() if b.key is not None]
     keep = set(map(id, findable[-20:]))  # freed last: the head of the prompt
     for block in findable:
         if id(block) not in keep:
@@ -169,15 +162,8 @@ def test_generated_tokens_are_found_by_the_next_turn(driver, prompt):
     assert_bit_equal(warm, cold)
 
 
-def test_other_scopes_share_nothing(driver, prompt, cold):
-    driver.run(prompt, scope=CacheScope(tenant="a"))
-    for scope in (
-        CacheScope(tenant="b"),
-        CacheScope(tenant="a", cache_salt="s"),
-        CacheScope(tenant="a", prompt_cache_key="s"),
-        CacheScope(tenant="as"),
-    ):
-        logits, num_cached = driver.run(prompt, scope=scope)
-        assert num_cached == 0
-        assert_bit_equal(logits, cold)
-    assert driver.run(prompt, scope=CacheScope(tenant="a"))[1] == NUM_PROMPT // 16 * 16
+def test_another_tenant_gets_the_same_bits_and_shares_nothing(driver, prompt, cold):
+    driver.run(prompt, scope=CacheScope(tenant="a"), max_tokens=1)
+    logits, num_cached = driver.run(prompt, scope=CacheScope(tenant="b"))
+    assert num_cached == 0
+    assert_bit_equal(logits, cold)

@@ -21,7 +21,8 @@ def make_sequence(generated=(), prompt_ids=(0,), **params):
     seq = Sequence(
         "r", 0, list(prompt_ids), SamplingParams(**params), BlockHash(bytes(32)), max_tokens=100
     )
-    seq.token_ids += generated
+    for token_id in generated:
+        seq.append(token_id, frozenset())
     return seq
 
 
@@ -57,10 +58,10 @@ def test_top_k_keeps_the_best():
 
 def test_top_p_keeps_the_fewest_that_reach_it():
     p = softmax(LOGITS)
-    best = p[1]
+    best = float(p[1])
     assert set(draws(top_p=best * 0.99)) == {1}
     assert set(draws(top_p=best * 1.01)) == {1, 5}
-    assert set(draws(top_p=2 * best + p[2] * 0.5)) == {1, 5, 2}
+    assert set(draws(top_p=2 * best + float(p[2]) * 0.5)) == {1, 5, 2}
 
 
 def test_top_p_over_more_tokens_than_it_first_sorts():
@@ -71,6 +72,12 @@ def test_top_p_over_more_tokens_than_it_first_sorts():
     count = int(np.searchsorted(np.cumsum(p[order]), 0.9)) + 1
     assert set(token_ids) == set(order[:count])
     assert len(weights) == count
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 1e-45, 1e-30, 1e-6, 0.01])
+@pytest.mark.parametrize("more", [{}, {"min_p": 0.1}, {"top_k": 3}, {"top_p": 0.9}])
+def test_a_tiny_temperature_takes_the_best(temperature, more):
+    assert set(draws(count=20, temperature=temperature, **more)) <= {1, 5}
 
 
 def test_min_p_is_relative_to_the_best():

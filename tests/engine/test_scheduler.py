@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from anaphora.cache.hashing import encode_tokens
+from anaphora.engine import sampler
 from anaphora.errors import ContextTooLong, InvalidRequest
 from anaphora.types import CacheScope
 from tests.engine.driving import assert_bit_equal, make_driver, prompt
@@ -149,6 +150,37 @@ def test_generated_blocks_are_evicted_before_the_shared_head(tiny_path):
     assert driver.run(prompt(1, 120))[1] >= 16
 
 
+def test_scopes_share_nothing(driver):
+    tokens = prompt(1, 100)
+    driver.run(tokens, scope=CacheScope(tenant="a"))
+    for scope in (
+        CacheScope(tenant="b"),
+        CacheScope(tenant="a", cache_salt="s"),
+        CacheScope(tenant="a", prompt_cache_key="s"),
+        CacheScope(tenant="as"),
+        CacheScope(),
+    ):
+        assert driver.run(tokens, scope=scope)[1] == 0
+    assert driver.run(tokens, scope=CacheScope(tenant="a"))[1] == 96
+
+
+def test_evicted_prompts_are_recomputed_to_the_same_bits(tiny_path):
+    driver = make_driver(tiny_path, num_blocks=16)
+    expected, _ = driver.run(prompt(1, 120))
+    for i in range(2, 8):
+        driver.run(prompt(i, 60 + i))
+    assert driver.engine.stats().num_evicted_blocks > 0
+    found, num_cached = driver.run(prompt(1, 120))
+    assert num_cached < 112
+    assert_bit_equal(found, expected)
+
+
+def test_one_token_at_a_time_gives_the_same_bits(tiny_path):
+    expected, _ = make_driver(tiny_path).run(prompt(1, 60))
+    driver = make_driver(tiny_path, max_num_batched_tokens=1, max_num_seqs=1)
+    assert_bit_equal(driver.run(prompt(1, 60))[0], expected)
+
+
 def test_a_lone_sequence_may_fill_the_whole_cache(tiny_path):
     driver = make_driver(tiny_path, num_blocks=8)
     assert driver.engine.info.max_model_len == 128
@@ -207,6 +239,37 @@ def test_nan_logits_end_one_request_and_no_other(driver):
     assert driver.outputs[f"{bad}/0"][-1].finish_reason == "error"
     assert "nan" in driver.outputs[f"{bad}/0"][-1].error
     assert len(driver.tokens(good)) == 8
+
+
+def test_an_unexpected_error_ends_one_request_and_no_other(driver, monkeypatch):
+    good, bad = driver.add(prompt(0, 20)), driver.add(prompt(1, 20))
+    sample = sampler.sample
+
+    def fail_for_one(logits, seq, eos_token_ids):
+        if seq.request_id == bad:
+            raise IndexError("a bug")
+        return sample(logits, seq, eos_token_ids)
+
+    monkeypatch.setattr(sampler, "sample", fail_for_one)
+    driver.finish()
+    assert driver.outputs[f"{bad}/0"][-1].error == "a bug"
+    assert len(driver.tokens(good)) == 8
+
+
+def test_thousands_of_followers_do_not_stop_a_stream(tiny_path):
+    """Only so many waiting sequences are matched in one step."""
+    driver = make_driver(tiny_path, max_num_seqs=4)
+    shared = prompt(1, 160)
+    for _ in range(500):
+        driver.add(shared, max_tokens=1)
+    calls = []
+    match = driver.engine.cache.match
+    driver.engine.cache.match = lambda seq: (calls.append(seq), match(seq))[1]
+    while driver.engine.has_work:
+        before = len(calls)
+        driver.step()
+        assert len(calls) - before <= 4
+    assert driver.engine.stats().num_computed_tokens == 160 + 499 * 16
 
 
 def test_a_forced_hash_collision_is_caught_by_the_stored_tokens(driver, monkeypatch):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
 import numpy as np
 import pytest
 
@@ -183,3 +189,95 @@ def test_native_kernels_refuse_what_is_out_of_bounds():
         _native.store_kv(store.view, 0, row, row, far)
     with pytest.raises(ValueError, match="cannot run"):
         _native.select_kernels("abacus")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("k", "at"), [(64, 3), (64, 60), (33, 32), (5, 0)])
+def test_a_damaged_row_shows_and_harms_no_other(kernels, rng, bad, k, at):
+    x = normal(rng, 3, k)
+    clean = x.copy()
+    x[1, at] = bad
+    for dtype in ("int8", "float32"):
+        ops = NativeOps(dtype, 2)
+        weight = ops.pack_linear(normal(rng, 20, k))
+        found = ops.linear(x, weight)
+        assert not np.isfinite(found[1]).any()
+        np.testing.assert_array_equal(found[[0, 2]], ops.linear(clean, weight)[[0, 2]])
+
+
+def test_damaged_keys_and_queries_show(kernels, rng):
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float16")
+    ops = NativeOps("int8", 1)
+    batch = make_batch(rng, [20], [20], 16)
+    k, v, q = (normal(rng, 20, 1, 8) for _ in range(3))
+    for broken, large in ((k, 1e6), (q, np.nan), (v, np.inf)):
+        before = broken[4, 0, 2]
+        broken[4, 0, 2] = large  # 1e6 is infinite in float16
+        store = ops.create_kv_store(layout, 2)
+        ops.store_kv(store, 0, k, v, batch)
+        out = ops.attention(q, store, 0, batch, 1.0)
+        assert np.isfinite(out[:4]).all()
+        assert not np.isfinite(out[4]).all()
+        broken[4, 0, 2] = before
+
+
+def test_arrays_are_never_converted():
+    x = np.ones((2, 8), np.float32)
+    weight = np.ones(8, np.float32)
+    for out in (np.zeros((2, 8)), np.zeros((2, 16), np.float32)[:, ::2]):
+        with pytest.raises(TypeError):
+            _native.rms_norm(x, weight, 1e-5, out)
+    with pytest.raises(ValueError, match="above 0"):
+        _native.KVView(np.zeros((1, 0), np.float32), 1, 0, 16, 8)
+
+
+def test_threads_may_change_while_another_thread_computes():
+    ops = NativeOps("int8", 2)
+    weight = ops.pack_linear(np.ones((64, 64), np.float32))
+    x = np.ones((64, 64), np.float32)
+    expected = ops.linear(x, weight)
+    results = []
+    worker = threading.Thread(
+        target=lambda: results.extend(ops.linear(x, weight) for _ in range(300))
+    )
+    worker.start()
+    for i in range(100):
+        _native.set_num_threads(1 + i % 5)
+    worker.join()
+    assert len(results) == 300
+    for found in results:
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_computes_and_can_set_threads():
+    ops = NativeOps("int8", 3)
+    weight = ops.pack_linear(np.ones((64, 64), np.float32))
+    x = np.ones((64, 64), np.float32)
+    expected = ops.linear(x, weight)
+    pid = os.fork()
+    if pid == 0:
+        same = np.array_equal(ops.linear(x, weight), expected)
+        _native.set_num_threads(2)
+        same &= np.array_equal(ops.linear(x, weight), expected)
+        os._exit(0 if same else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_pool_that_cannot_be_had_is_an_error():
+    code = """
+        import resource
+        from anaphora import _native
+        resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))
+        resource.setrlimit(resource.RLIMIT_AS, (400 * 2**20, 400 * 2**20))
+        try:
+            _native.set_num_threads(1000)
+        except RuntimeError as error:
+            print("refused", error)
+        print(_native.num_threads())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("refused"), done.stderr
+    assert done.stdout.splitlines()[-1] == "1"

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from anaphora.errors import EngineDied
-from tests.server.running import Serve
+from tests.server.running import Serve, wait_until
 
 CANARY = "canary-5f1d"
 
@@ -34,6 +34,7 @@ def test_prompts_and_keys_stay_out_of_logs_and_metrics(
         server.llm.enqueue("a", then=KeyError(CANARY))
         http.post("/v1/chat/completions", json={**body, "stream": True})
         metrics = http.get("/metrics").text
+    wait_until(lambda: "KeyError" in caplog.text)
     output, errors = capfd.readouterr()
     for text in (caplog.text, output, errors, metrics):
         assert CANARY not in text
@@ -50,7 +51,13 @@ def test_one_line_per_request_even_for_a_crafted_path(
     server = serve()
     with server.http() as http:
         request_id = http.get("/x%0aINFO%20forged?secret=1").headers["x-request-id"]
-    lines = [record.getMessage() for record in caplog.records if record.name == "anaphora.access"]
+
+    def access_lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "anaphora.access"]
+
+    wait_until(lambda: bool(access_lines()))  # it is written after the response has gone out
+    server.stop()
+    lines = access_lines()
     assert len(lines) == 1
     assert lines[0].startswith("GET /x%0AINFO%20forged 404 ")
     assert lines[0].endswith(request_id)

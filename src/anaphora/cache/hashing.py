@@ -11,7 +11,7 @@ from __future__ import annotations
 import array
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NewType
+from typing import NamedTuple, NewType
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -22,6 +22,13 @@ LAYOUT_VERSION = 1  # of the K/V bytes in a block; part of every key
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
     """Four little-endian bytes per token id: what is hashed, and what a hit is compared with."""
     return array.array("I", token_ids).tobytes()
+
+
+class BlockKey(NamedTuple):
+    """What finds a block: its hash, and its own tokens, which a hit compares as well."""
+
+    block_hash: BlockHash
+    tokens: bytes  # encode_tokens of its token ids
 
 
 class BlockHasher:
@@ -46,7 +53,7 @@ class BlockHasher:
         return BlockHash(digest.digest())
 
     def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
-        """The key of a full block with ``tokens`` (``encode_tokens``) after ``parent``."""
+        """The hash of a full block with ``tokens`` (``encode_tokens``) after ``parent``."""
         return BlockHash(
             hashlib.blake2b(
                 parent + tokens, key=self._secret, digest_size=HASH_BYTES, person=b"block"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from anaphora.cache.hashing import BlockHash, BlockHasher, encode_tokens
+from anaphora.cache.hashing import BlockHash, BlockHasher, BlockKey, encode_tokens
 from anaphora.cache.pool import Block, BlockPool
 
 # The last token of a prompt is always computed: its logits choose the first new token.
@@ -14,13 +15,13 @@ NUM_ALWAYS_COMPUTED = 1
 
 
 class Cacheable(Protocol):
-    """What the manager needs of a sequence. It fills ``blocks`` and ``block_hashes``."""
+    """What the manager needs of a sequence. It fills ``block_table`` and ``block_keys``."""
 
     token_ids: list[int]
     num_computed_tokens: int  # K and V exist for these
     root_hash: BlockHash
-    blocks: list[Block]
-    block_hashes: list[BlockHash]  # of its full blocks, computed once
+    block_table: array.array[int]  # ids of the blocks it holds, in order
+    block_keys: list[BlockKey]  # of its full blocks, each computed once
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,22 +54,30 @@ class CacheManager:
 
         Stops so that at least ``NUM_ALWAYS_COMPUTED`` tokens remain to be computed.
         """
-        if not self.enable_caching:
-            return []
         matched: list[Block] = []
         for index in range(self._num_matchable(seq)):
-            block = self.pool.find(self._block_hash(seq, index), self._tokens(seq, index))
+            block = self.pool.find(self._key(seq, index))
             if block is None:
                 break
             matched.append(block)
         return matched
 
-    def is_being_computed(self, seq: Cacheable, index: int) -> bool:
-        """Whether another sequence is about to compute the block ``index`` of ``seq``."""
-        if not self.enable_caching or index >= self._num_matchable(seq):
-            return False
-        leader = self._computing.get(self._block_hash(seq, index))
-        return leader is not None and leader is not seq
+    def find_awaited(self, seq: Cacheable, num_matched: int) -> BlockHash | None:
+        """The last block of the run after the matched ones that others are about to compute.
+
+        None if nobody computes the next block: then ``seq`` has to do it itself.
+        """
+        awaited = None
+        for index in range(num_matched, self._num_matchable(seq)):
+            block_hash = self._key(seq, index).block_hash
+            if block_hash not in self._computing:
+                break
+            awaited = block_hash
+        return awaited
+
+    def is_being_computed(self, block_hash: BlockHash | None) -> bool:
+        """Whether a running sequence is about to compute this block."""
+        return block_hash in self._computing
 
     def can_start(self, matched: Sequence[Block], num_tokens: int) -> bool:
         """Whether a sequence can have ``matched`` and new blocks for ``num_tokens`` in all."""
@@ -81,29 +90,23 @@ class CacheManager:
 
         ``count``: whether this is the request's first start; a preempted one is not counted again.
         """
-        assert not seq.blocks
+        assert not seq.block_table
         for block in matched:
             self.pool.hold(block)
-        seq.blocks.extend(matched)
+        seq.block_table.extend(block.block_id for block in matched)
         seq.num_computed_tokens = len(matched) * self.block_size
-        if not self.enable_caching:
-            return
-        if count:
+        if count and self.enable_caching:
             self.stats.num_queries += len(seq.token_ids)
             self.stats.num_hits += seq.num_computed_tokens
         for index in range(len(matched), self._num_matchable(seq)):
-            self._computing.setdefault(self._block_hash(seq, index), seq)
-
-    def num_missing_blocks(self, seq: Cacheable, num_tokens: int) -> int:
-        """Blocks that ``seq`` lacks to hold ``num_tokens`` tokens."""
-        return max(0, -(-num_tokens // self.block_size) - len(seq.blocks))
+            self._computing.setdefault(self._key(seq, index).block_hash, seq)
 
     def allocate(self, seq: Cacheable, num_tokens: int) -> bool:
         """Gives ``seq`` blocks for its first ``num_tokens`` tokens, or nothing and False."""
-        missing = self.num_missing_blocks(seq, num_tokens)
+        missing = -(-num_tokens // self.block_size) - len(seq.block_table)
         if missing > self.pool.num_free:
             return False
-        seq.blocks.extend(self.pool.take() for _ in range(missing))
+        seq.block_table.extend(self.pool.take().block_id for _ in range(missing))
         return True
 
     def commit(self, seq: Cacheable, num_computed_before: int) -> None:
@@ -112,38 +115,45 @@ class CacheManager:
             return
         full = seq.num_computed_tokens // self.block_size
         for index in range(num_computed_before // self.block_size, full):
-            block_hash = self._block_hash(seq, index)
-            self.pool.publish(seq.blocks[index], block_hash, self._tokens(seq, index))
-            if self._computing.get(block_hash) is seq:
-                del self._computing[block_hash]
+            key = self._key(seq, index)
+            self.pool.publish(self.pool.blocks[seq.block_table[index]], key)
+            self._retract(seq, key)
 
     def free(self, seq: Cacheable) -> None:
         """Takes everything back from ``seq``: finished, aborted, failed or preempted."""
-        self.pool.release(seq.blocks)
-        seq.blocks.clear()
+        self.pool.release([self.pool.blocks[block_id] for block_id in seq.block_table])
+        del seq.block_table[:]
         seq.num_computed_tokens = 0
-        for block_hash in seq.block_hashes:  # followers take over what it did not finish
-            if self._computing.get(block_hash) is seq:
-                del self._computing[block_hash]
+        for key in seq.block_keys:  # followers take over what it did not finish
+            self._retract(seq, key)
+
+    def compute_keys(self, seq: Cacheable) -> None:
+        """Hashes all that can be matched of ``seq``, for others with the same tokens to copy."""
+        if num_keys := self._num_matchable(seq):
+            self._key(seq, num_keys - 1)
+
+    def _retract(self, seq: Cacheable, key: BlockKey) -> None:
+        if self._computing.get(key.block_hash) is seq:
+            del self._computing[key.block_hash]
 
     def _num_matchable(self, seq: Cacheable) -> int:
+        if not self.enable_caching:
+            return 0
         return (len(seq.token_ids) - NUM_ALWAYS_COMPUTED) // self.block_size
 
-    def _tokens(self, seq: Cacheable, index: int) -> bytes:
-        start = index * self.block_size
-        return encode_tokens(seq.token_ids[start : start + self.block_size])
-
-    def _block_hash(self, seq: Cacheable, index: int) -> BlockHash:
-        """The key of block ``index``; hashes of a sequence are computed once and in order."""
-        while len(seq.block_hashes) <= index:
-            known = len(seq.block_hashes)
-            parent = seq.block_hashes[-1] if known else seq.root_hash
-            seq.block_hashes.append(self._hasher.child(parent, self._tokens(seq, known)))
-        return seq.block_hashes[index]
+    def _key(self, seq: Cacheable, index: int) -> BlockKey:
+        """The key of block ``index``; the keys of a sequence are computed once and in order."""
+        keys = seq.block_keys
+        while len(keys) <= index:
+            start = len(keys) * self.block_size
+            parent = keys[-1].block_hash if keys else seq.root_hash
+            tokens = encode_tokens(seq.token_ids[start : start + self.block_size])
+            keys.append(BlockKey(self._hasher.child(parent, tokens), tokens))
+        return keys[index]
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold."""
         self.pool.check()
         for block_hash, seq in self._computing.items():
-            assert block_hash in seq.block_hashes
-            assert seq.blocks, "a sequence without blocks is announced as computing"
+            assert any(key.block_hash == block_hash for key in seq.block_keys)
+            assert seq.block_table, "a sequence without blocks is announced as computing"

@@ -6,17 +6,16 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from anaphora.cache.hashing import BlockHash
+from anaphora.cache.hashing import BlockHash, BlockKey
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """One block of the K/V store. ``block_hash`` is set exactly while it is findable."""
+    """One block of the K/V store. ``key`` is set exactly while it is findable."""
 
     block_id: int
     ref_count: int = 0
-    block_hash: BlockHash | None = None
-    tokens: bytes = b""  # compared on a hit, so that even a hash collision cannot serve wrong K/V
+    key: BlockKey | None = None
 
 
 class BlockPool:
@@ -47,10 +46,13 @@ class BlockPool:
         """Blocks that ``find`` can give, held or free."""
         return len(self._findable)
 
-    def find(self, block_hash: BlockHash, tokens: bytes) -> Block | None:
-        """The block that holds exactly ``tokens`` under ``block_hash``. Changes nothing."""
-        block = self._findable.get(block_hash)
-        return block if block is not None and block.tokens == tokens else None
+    def find(self, key: BlockKey) -> Block | None:
+        """The block published under ``key``. Changes nothing.
+
+        Compares the tokens too, so that even a hash collision cannot serve wrong K/V.
+        """
+        block = self._findable.get(key.block_hash)
+        return block if block is not None and block.key == key else None
 
     def hold(self, block: Block) -> None:
         """One more holder for a block that ``find`` gave."""
@@ -62,20 +64,20 @@ class BlockPool:
         """A block to write to, with one holder. Evicts the front of the queue if need be."""
         assert self._free, "take() without a free block; ask num_free first"
         _, block = self._free.popitem(last=False)
-        if block.block_hash is not None:
+        if block.key is not None:
             self._forget(block)
             self.num_evicted += 1
         block.ref_count = 1
         return block
 
-    def publish(self, block: Block, block_hash: BlockHash, tokens: bytes) -> bool:
+    def publish(self, block: Block, key: BlockKey) -> bool:
         """Makes a held, completely computed block findable; False if another one already is."""
         assert block.ref_count > 0
-        assert block.block_hash is None
-        if block_hash in self._findable:
+        assert block.key is None
+        if key.block_hash in self._findable:
             return False  # two sequences computed the same: the first one serves
-        block.block_hash, block.tokens = block_hash, tokens
-        self._findable[block_hash] = block
+        block.key = key
+        self._findable[key.block_hash] = block
         return True
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -85,7 +87,7 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free[block.block_id] = block
-                if block.block_hash is None:  # of no use to anyone: take it first
+                if block.key is None:  # of no use to anyone: take it first
                     self._free.move_to_end(block.block_id, last=False)
 
     def forget_all(self) -> int:
@@ -96,9 +98,9 @@ class BlockPool:
         return count
 
     def _forget(self, block: Block) -> None:
-        assert block.block_hash is not None
-        del self._findable[block.block_hash]
-        block.block_hash, block.tokens = None, b""
+        assert block.key is not None
+        del self._findable[block.key.block_hash]
+        block.key = None
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold. For tests and idle moments."""
@@ -106,6 +108,6 @@ class BlockPool:
         for block in self.blocks:
             assert block.ref_count >= 0
             assert (block.ref_count == 0) == (block.block_id in self._free)
-            if block.block_hash is not None:
-                assert self._findable[block.block_hash] is block
-        assert len(self._findable) == sum(b.block_hash is not None for b in self.blocks)
+            if block.key is not None:
+                assert self._findable[block.key.block_hash] is block
+        assert len(self._findable) == sum(b.key is not None for b in self.blocks)

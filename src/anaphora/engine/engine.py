@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,11 +15,14 @@ from anaphora.engine.runner import ModelRunner
 from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.sequence import Sequence
 from anaphora.loaders.checkpoint import Checkpoint, open_checkpoint
+from anaphora.machine import usable_cores
 from anaphora.models.registry import load_model
 from anaphora.ops.api import Array, Ops
 from anaphora.ops.kv_store import KVLayout
-from anaphora.ops.native import NativeOps, default_threads
+from anaphora.ops.native import NativeOps
 from anaphora.types import EngineRequest, EngineStats, FinishReason, ModelInfo, SequenceOutput
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -28,7 +32,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, ops: Ops | None = None) -> None:
-        threads = config.threads or default_threads()
+        threads = config.threads or usable_cores()
         ops = ops or NativeOps(config.dtype, threads)
         with open_checkpoint(Path(config.model)) as checkpoint:
             model = load_model(checkpoint, ops, max_model_len=_num_positions(config, checkpoint))
@@ -109,6 +113,10 @@ class Engine:
             for index in range(request.params.n)
         ]
         self._requests[request.request_id] = choices
+        if len(choices) > 1:
+            self.cache.compute_keys(choices[0])
+            for seq in choices[1:]:
+                seq.block_keys = list(choices[0].block_keys)
         for seq in choices:
             self.scheduler.add(seq)
 
@@ -137,7 +145,8 @@ class Engine:
         num_cached_tokens = self._requests[seq.request_id][0].num_cached_tokens or 0
         try:
             token_id = sampler.sample(logits, seq, self._eos_token_ids)
-        except FloatingPointError as error:
+        except Exception as error:
+            logger.exception("request %s, choice %d fails", seq.request_id, seq.index)
             self._finish(seq, "error")
             return SequenceOutput(
                 request_id=seq.request_id,

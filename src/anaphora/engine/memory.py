@@ -1,48 +1,10 @@
-"""How much memory this process may use, and how much of it the cache gets."""
+"""How many blocks the cache gets, and how long a context that allows."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from anaphora.config import EngineConfig, format_size
 from anaphora.errors import ConfigError
-
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-
-
-def usable_memory(cgroup_root: Path = CGROUP_ROOT, cgroup_file: Path | None = None) -> int:
-    """Bytes of RAM this process may use: the machine's, or less if a cgroup says so."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _limit_files(cgroup_root, cgroup_file or Path("/proc/self/cgroup")):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():  # "max" means no limit
-            limit = min(limit, int(text))
-    return limit
-
-
-def _limit_files(root: Path, cgroup_file: Path) -> list[Path]:
-    """Limit files of our cgroup and those above it, version 2 and version 1."""
-    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
-    try:
-        lines = cgroup_file.read_text().splitlines()
-    except OSError:
-        return files
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        folders = [group, *(p for p in group.parents if p.is_relative_to(base))]
-        files += [folder / name for folder in folders]
-    return files
+from anaphora.machine import usable_memory
 
 
 def plan_num_blocks(config: EngineConfig, *, weight_bytes: int, block_bytes: int) -> int:

@@ -1,9 +1,9 @@
 """The engine as a process of its own, and the messages that it exchanges with its parent.
 
-The parent binds a socket and starts ``python -m anaphora.engine.process ADDRESS``. It sends the
-configuration; the child loads the model and answers ``Ready`` or ``Failed``. Then ``EngineRequest``
-and ``Abort`` go down, ``StepOutputs`` come up. The child ends when told to, or when its parent is
-gone.
+The parent binds a socket and starts ``python -m anaphora.engine.process ADDRESS PID`` with its own
+process id. It sends the configuration; the child loads the model and answers ``Ready`` or
+``Failed``. Then ``EngineRequest`` and ``Abort`` go down, ``StepOutputs`` come up. The child ends
+when told to, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ decode_up = msgspec.msgpack.Decoder(Up).decode
 class EngineProcess:
     """The child's side of the socket around one ``Engine``."""
 
-    def __init__(self, address: str) -> None:
-        self._parent = os.getppid()
+    def __init__(self, address: str, parent: int) -> None:
+        self._parent = parent
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 200)  # else a message to a dead parent keeps us alive
@@ -92,6 +92,9 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serves until told to stop or orphaned."""
+        while not self._socket.poll(_IDLE_POLL_MS):
+            if os.getppid() != self._parent:
+                return
         first = decode_down(self._socket.recv())
         assert isinstance(first, Configure)
         try:
@@ -135,9 +138,11 @@ class EngineProcess:
 
 def main() -> None:
     """Entry of the child process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Ctrl-C and service managers signal the whole group; the parent lets running requests end first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    EngineProcess(sys.argv[1]).run()
+    EngineProcess(sys.argv[1], int(sys.argv[2])).run()
 
 
 if __name__ == "__main__":

@@ -27,13 +27,12 @@ def make_batch(chunks: list[Chunk], block_size: int) -> Batch:
     """The chunks' tokens side by side."""
     token_ids: list[int] = []
     positions, slots = [], []
-    width = max(len(chunk.seq.blocks) for chunk in chunks)
+    width = max(len(chunk.seq.block_table) for chunk in chunks)
     block_tables = np.zeros((len(chunks), width), np.int32)
     for row, chunk in enumerate(chunks):
         seq, start = chunk.seq, chunk.seq.num_computed_tokens
         token_ids += seq.token_ids[start : start + chunk.num_tokens]
-        table = [block.block_id for block in seq.blocks]
-        block_tables[row, : len(table)] = table
+        block_tables[row, : len(seq.block_table)] = seq.block_table
         span = np.arange(start, start + chunk.num_tokens)
         positions.append(span)
         slots.append(

@@ -13,9 +13,8 @@ from anaphora.engine.sequence import Sequence
 from anaphora.ops.api import Array
 from anaphora.types import TokenLogprob
 
-_NUM_CANDIDATES = 1024  # top-p is tried on so many best tokens before all are sorted
-
-Float64 = npt.NDArray[np.float64]
+_MIN_TEMPERATURE = 1e-30  # below, float32 differences overflow; the best token is certain anyway
+_THRESHOLDS = (1e-2, 1e-4, 0.0)  # of weights whose best is 1
 
 
 def sample(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> int:
@@ -27,7 +26,7 @@ def sample(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> int:
     if seq.params.temperature == 0:
         return best
     token_ids, weights = candidates(logits, seq)
-    cumulative = np.cumsum(weights)
+    cumulative = np.cumsum(weights, dtype=np.float64)
     drawn = np.searchsorted(cumulative, seq.rng.random() * cumulative[-1], side="right")
     return int(token_ids[min(int(drawn), len(token_ids) - 1)])
 
@@ -44,16 +43,18 @@ def adjust(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> Array
     if not (is_too_short or has_penalty or p.logit_bias):
         return logits
     logits = logits.copy()
+    generated = np.fromiter(seq.token_counts, np.int64, len(seq.token_counts))
     if p.repetition_penalty != 1:
-        seen = np.unique(np.asarray(seq.token_ids))
+        seen = np.union1d(seq.prompt_vocabulary, generated)
         values = logits[seen]
         logits[seen] = np.where(
             values > 0, values / p.repetition_penalty, values * p.repetition_penalty
         )
     if p.frequency_penalty != 0 or p.presence_penalty != 0:
-        generated = np.asarray(seq.token_ids[seq.num_prompt_tokens :], np.int64)
-        seen, counts = np.unique(generated, return_counts=True)
-        logits[seen] -= (counts * p.frequency_penalty + p.presence_penalty).astype(np.float32)
+        counts = np.fromiter(seq.token_counts.values(), np.float32, len(generated))
+        logits[generated] -= counts * np.float32(p.frequency_penalty) + np.float32(
+            p.presence_penalty
+        )
     for token_id, bias in p.logit_bias.items():
         logits[token_id] += np.float32(bias)
     if is_too_short:
@@ -61,17 +62,17 @@ def adjust(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> Array
     return logits
 
 
-def candidates(logits: Array, seq: Sequence) -> tuple[npt.NDArray[np.int64], Float64]:
+def candidates(logits: Array, seq: Sequence) -> tuple[npt.NDArray[np.int64], Array]:
     """Token ids that may be drawn and their weights, after temperature, top-k, min-p and top-p."""
     p = seq.params
-    scaled = logits.astype(np.float64) / p.temperature
-    weights = np.exp(scaled - scaled.max())
+    with np.errstate(over="ignore"):  # a tiny temperature makes all but the best -inf
+        weights = np.exp((logits - logits.max()) / np.float32(max(p.temperature, _MIN_TEMPERATURE)))
     token_ids = np.arange(len(weights))
     if 0 < p.top_k < len(weights):
         token_ids = _best(weights, p.top_k)
         weights = weights[token_ids]
     if p.min_p > 0:
-        keep = weights >= p.min_p * weights.max()
+        keep = np.flatnonzero(weights >= p.min_p)  # the best weight is 1
         token_ids, weights = token_ids[keep], weights[keep]
     if p.top_p < 1:
         keep = _nucleus(weights, p.top_p)
@@ -79,12 +80,16 @@ def candidates(logits: Array, seq: Sequence) -> tuple[npt.NDArray[np.int64], Flo
     return token_ids, weights
 
 
-def _nucleus(weights: Float64, top_p: float) -> npt.NDArray[np.int64]:
-    """Indices of the fewest best tokens that together reach ``top_p`` (Holtzman et al., 2019)."""
-    target = top_p * weights.sum()
-    for count in (_NUM_CANDIDATES, len(weights)):
-        order = _best(weights, min(count, len(weights)))
-        cumulative = np.cumsum(weights[order])
+def _nucleus(weights: Array, top_p: float) -> npt.NDArray[np.int64]:
+    """Indices of the fewest best tokens that together reach ``top_p`` (Holtzman et al., 2019).
+
+    Only tokens above a threshold are sorted; it is lowered until they are enough.
+    """
+    target = top_p * weights.sum(dtype=np.float64)
+    for threshold in _THRESHOLDS:
+        indices = np.flatnonzero(weights >= threshold)
+        order = indices[np.argsort(-weights[indices], kind="stable")]
+        cumulative = np.cumsum(weights[order], dtype=np.float64)
         if cumulative[-1] >= target:
             break
     return order[: int(np.searchsorted(cumulative, target)) + 1]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, OrderedDict
 
 from anaphora.cache.manager import CacheManager
+from anaphora.cache.pool import Block
 from anaphora.engine.sequence import Sequence, SequenceStatus
 from anaphora.types import FinishReason
 
@@ -32,13 +33,13 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an ordered set
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     def schedule(self) -> list[Chunk]:
         """The chunks of one step, with blocks for all their tokens; empty if nothing can run."""
@@ -78,33 +79,44 @@ class Scheduler:
         self.running.remove(seq)
         self.cache.free(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        self.waiting[seq] = None
+        self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
 
     def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> None:
-        deferred: list[Sequence] = []  # their next block is being computed by someone
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting.popleft()
-            matched = self.cache.match(seq)
-            if self.cache.is_being_computed(seq, len(matched)):
-                deferred.append(seq)
-                continue
-            num_cached = len(matched) * self.cache.block_size
-            if not self.cache.can_start(matched, len(seq.token_ids)):
-                self.waiting.appendleft(seq)  # strictly in turn, so that nobody starves
+        """Starts sequences in turn, except those whose next blocks another one is computing."""
+        num_matched_against = 0
+        for seq in list(self.waiting):
+            if budget == 0 or len(self.running) == self.max_num_seqs:
                 break
-            num_tokens = min(len(seq.token_ids) - num_cached, budget)
-            is_first_start = seq.num_cached_tokens is None
-            # A request's other choices share the first one's prompt, which counts once.
-            self.cache.start(seq, matched, count=is_first_start and seq.index == 0)
-            self.cache.allocate(seq, num_cached + num_tokens)
-            if is_first_start:
-                seq.num_cached_tokens = num_cached
-            seq.status = SequenceStatus.RUNNING
-            self.running.append(seq)
-            chunks.append(Chunk(seq, num_tokens))
-            budget -= num_tokens
-        self.waiting.extendleft(reversed(deferred))
+            if self.cache.is_being_computed(seq.awaited_hash):
+                continue
+            if num_matched_against == self.max_num_seqs:
+                break  # matching costs time; thousands of followers take several steps
+            num_matched_against += 1
+            matched = self.cache.match(seq)
+            seq.awaited_hash = self.cache.find_awaited(seq, len(matched))
+            if seq.awaited_hash is not None:
+                continue
+            if not self.cache.can_start(matched, len(seq.token_ids)):
+                break  # strictly in turn, so that nobody starves
+            chunk = self._start(seq, matched, budget)
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+
+    def _start(self, seq: Sequence, matched: list[Block], budget: int) -> Chunk:
+        num_cached = len(matched) * self.cache.block_size
+        num_tokens = min(len(seq.token_ids) - num_cached, budget)
+        is_first_start = seq.num_cached_tokens is None
+        # A request's other choices share the first one's prompt, which counts once.
+        self.cache.start(seq, matched, count=is_first_start and seq.index == 0)
+        self.cache.allocate(seq, num_cached + num_tokens)
+        if is_first_start:
+            seq.num_cached_tokens = num_cached
+        seq.status = SequenceStatus.RUNNING
+        del self.waiting[seq]
+        self.running.append(seq)
+        return Chunk(seq, num_tokens)
 
     def complete(self, chunk: Chunk) -> None:
         """Notes that a chunk has been computed and publishes the blocks it filled."""
@@ -120,7 +132,7 @@ class Scheduler:
             self.running.remove(seq)
             self.cache.free(seq)
         else:
-            self.waiting.remove(seq)
+            del self.waiting[seq]
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
 
@@ -132,11 +144,11 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold."""
         self.cache.check()
-        held = [block.block_id for seq in self.running for block in seq.blocks]
+        held = Counter(block_id for seq in self.running for block_id in seq.block_table)
         for block in self.cache.pool.blocks:
-            assert block.ref_count == held.count(block.block_id)
+            assert block.ref_count == held[block.block_id]
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
-        assert all(not seq.blocks for seq in self.waiting)
+        assert not any(seq.block_table for seq in self.waiting)
 
 
 def _num_uncomputed(seq: Sequence) -> int:

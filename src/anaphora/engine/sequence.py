@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import enum
+import functools
 
 import numpy as np
+import numpy.typing as npt
 
-from anaphora.cache.hashing import BlockHash
-from anaphora.cache.pool import Block
+from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.types import FinishReason, SamplingParams
 
 
@@ -48,28 +50,38 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.root_hash = root_hash
-        # A seeded sequence draws from its own stream, so its tokens do not depend on neighbours.
-        entropy = None if params.seed is None else [params.seed % 2**64, index]
-        self.rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
         # Filled by the scheduler.
         self.status = SequenceStatus.WAITING
+        self.awaited_hash: BlockHash | None = None  # another sequence is computing this block
         self.num_cached_tokens: int | None = None  # of the prompt, at the first start
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # the stop_token_ids entry that ended it
 
         # Filled by the cache manager.
         self.num_computed_tokens = 0
-        self.blocks: list[Block] = []
-        self.block_hashes: list[BlockHash] = []
+        self.block_table = array.array("i")
+        self.block_keys: list[BlockKey] = []
 
         # Filled by the engine, a token at a time.
         self.token_ids = list(prompt_token_ids)
+        self.token_counts: dict[int, int] = {}  # of generated tokens
 
     @property
     def num_generated_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @functools.cached_property
+    def rng(self) -> np.random.Generator:
+        """Its own random stream, so that its tokens do not depend on neighbours."""
+        entropy = None if self.params.seed is None else [self.params.seed % 2**64, self.index]
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+    @functools.cached_property
+    def prompt_vocabulary(self) -> npt.NDArray[np.int64]:
+        """The prompt's distinct token ids."""
+        return np.unique(np.asarray(self.token_ids[: self.num_prompt_tokens], np.int64))
 
     @property
     def is_finished(self) -> bool:
@@ -79,6 +91,7 @@ class Sequence:
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> None:
         """Adds a sampled token and sets ``finish_reason`` if it is the last one."""
         self.token_ids.append(token_id)
+        self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
         if self.num_generated_tokens >= self.params.min_tokens:
             if token_id in self.params.stop_token_ids:
                 self.finish_reason, self.stop_token_id = "stop", token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import mmap
 
@@ -59,7 +60,8 @@ class KVStore:
             ) from None
         for advice in ("MADV_DONTDUMP", "MADV_HUGEPAGE"):
             if hasattr(mmap, advice):
-                self._memory.madvise(getattr(mmap, advice))
+                with contextlib.suppress(OSError):  # a kernel may be built without it
+                    self._memory.madvise(getattr(mmap, advice))
         # [num_blocks, block_elements]
         self.data: npt.NDArray[np.generic] = np.frombuffer(
             self._memory, dtype=layout.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 
 from anaphora import _native
 from anaphora.config import Dtype
+from anaphora.machine import usable_cores
 from anaphora.ops.api import Array, Linear
 from anaphora.ops.batch import Batch, Int32
 from anaphora.ops.kv_store import KVLayout, KVStore
@@ -32,7 +32,7 @@ class NativeOps:
     def __init__(self, dtype: Dtype, threads: int | None = None) -> None:
         self.dtype = dtype
         self.name = f"native {_native.kernel_name()}"
-        _native.set_num_threads(threads or default_threads())
+        _native.set_num_threads(threads or usable_cores())
 
     def pack_linear(self, weight: Array, bias: Array | None = None) -> Linear:
         n, k = weight.shape
@@ -96,14 +96,14 @@ class NativeOps:
         return out
 
 
-def default_threads() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def cpu_features() -> list[str]:
     """The instruction sets of this processor that matter here."""
     return _native.cpu_features()
+
+
+def available_kernels() -> list[str]:
+    """The kernel sets that this processor can run, best first."""
+    return _native.available_kernels()
 
 
 def kernel_name() -> str:

@@ -101,11 +101,16 @@ class ReferenceOps:
 
 
 def quantize_rows(x: Array, qmax: int) -> tuple[npt.NDArray[np.int16], Array]:
-    """x [M, K] as int16 [M, K] within +-qmax and scales [M] with x ~ int16 * scale."""
+    """x [M, K] as int16 [M, K] within +-qmax and scales [M] with x ~ int16 * scale.
+
+    A row with an infinite or NaN value gets the scale NaN, so that the damage shows.
+    """
+    is_sound = np.asarray(np.isfinite(x).all(axis=1))
+    x = np.where(is_sound[:, None], x, 0)
     largest = np.abs(x).max(axis=1)
     inverse = np.divide(np.float32(qmax), largest, out=np.zeros_like(largest), where=largest > 0)
     quantized = np.clip(np.rint(x * inverse[:, None]), -qmax, qmax).astype(np.int16)
-    return quantized, largest / np.float32(qmax)
+    return quantized, np.where(is_sound, largest / np.float32(qmax), np.float32(np.nan))
 
 
 def _attend(q: Array, keys: Array, values: Array) -> Array:

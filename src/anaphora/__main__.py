@@ -1,0 +1,5 @@
+"""``python -m anaphora`` is the ``anaphora`` command."""
+
+from anaphora.cli import main
+
+main()
