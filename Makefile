@@ -19,15 +19,16 @@ $(BIN)/python:
 
 # The package itself, editable, with its compiled kernels.
 $(VENV)/installed: $(BIN)/python $(SOURCES)
-	$(BIN)/pip install --quiet --editable .
+	@echo "installing into $(VENV); the first time takes about a minute"
+	@$(BIN)/pip install --quiet --editable .
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	@$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest
@@ -39,7 +40,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/figures.py
+	@$(BIN)/python benchmarks/figures.py
 
 clean:
 	rm -rf $(VENV) build

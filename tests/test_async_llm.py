@@ -187,15 +187,55 @@ def test_engine_death_is_told_and_mended(runner, llm):
     assert after.num_steps > before.num_steps
 
 
-def test_nothing_is_left_behind(runner, smollm2_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_an_engine_that_is_dead_but_not_yet_missed_is_told_too(runner, llm):
+    """The process has gone, the event loop was busy and has not heard of it."""
 
+    async def scenario():
+        prompt = chat(llm, "Hello")
+        running = llm.generate(prompt, LONG)
+        await anext(running)
+        restarts = llm.stats().num_engine_restarts
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        time.sleep(0.1)  # blocks the loop on purpose
+        tasks = [asyncio.create_task(collect(llm.generate(prompt, GREEDY))) for _ in range(3)]
+        closing = asyncio.create_task(running.aclose())
+        results = await asyncio.wait_for(
+            asyncio.gather(*tasks, closing, return_exceptions=True), 20
+        )
+        assert all(isinstance(result, EngineUnavailable | EngineDied) for result in results[:3])
+        assert results[3] is None
+        await until(lambda: llm.stats().num_engine_restarts > restarts and llm.is_ready)
+        assert text_of(await collect(llm.generate(prompt, GREEDY)))
+
+    runner.run(scenario())
+
+
+def test_closing_does_not_wait_for_an_engine_that_has_just_died(runner, smollm2_path):
     async def scenario():
         llm = AsyncLLM(EngineConfig(model=str(smollm2_path), kv_cache_memory=2**26))
         await llm.start()
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        time.sleep(0.1)  # blocks the loop on purpose: nobody has noticed
+        await asyncio.wait_for(llm.close(), 20)
+        assert not llm.is_ready
+
+    runner.run(scenario())
+
+
+def test_nothing_is_left_behind(runner, smollm2_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spawn, modes = asyncio.create_subprocess_exec, []
+
+    def look_and_spawn(*args, **options):
+        modes.extend(folder.stat().st_mode & 0o777 for folder in tmp_path.iterdir())
+        return spawn(*args, **options)
+
+    async def scenario():
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", look_and_spawn)
+        llm = AsyncLLM(EngineConfig(model=str(smollm2_path), kv_cache_memory=2**26))
+        await llm.start()
         pid = llm.engine_pid
-        assert list(tmp_path.iterdir())
-        assert (os.stat(next(tmp_path.iterdir())).st_mode & 0o777) == 0o700
+        assert modes == [0o700]  # the socket's folder
         await llm.close()
         return pid
 

@@ -32,6 +32,12 @@ def test_other_sizes_are_refused(text):
         parse_size(text)
 
 
+def test_sizes_beyond_all_limits_are_still_numbers():
+    assert parse_size("9" * 400) == parse_size("999999999TiB") == 2**64
+    with pytest.raises(ConfigError, match="--kv-cache-memory: 'lots' is not a size"):
+        parse_size("lots", "--kv-cache-memory")
+
+
 def test_sizes_are_shown_in_binary_units():
     assert [format_size(n) for n in (5, 2048, 3 * 2**20, 5 * 2**29)] == [
         "5 B",
@@ -53,6 +59,9 @@ def test_sizes_are_shown_in_binary_units():
         ({"block_size": 48}, "--block-size is 48"),
         ({"block_size": 512}, "--block-size is 512"),
         ({"kv_cache_memory": 0}, "--kv-cache-memory is 0"),
+        ({"kv_cache_memory": 2**64}, "at most 9223372036854775807"),
+        ({"max_model_len": 2**40}, "--max-model-len is 1099511627776"),
+        ({"threads": 1025}, "--threads is 1025; it must be at least 1 and at most 1024"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization is 0.0"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is 1.5"),
         ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization is nan"),

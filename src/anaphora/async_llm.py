@@ -220,7 +220,13 @@ class AsyncLLM:
         address = f"ipc://{folder}/engine"
         try:
             socket.set_hwm(0)  # requests are bounded by the server, outputs by max_tokens
-            socket.bind(address)
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                raise errors.ConfigError(
+                    f"the temporary directory {folder.parent} cannot hold a socket "
+                    f"({os.strerror(error.errno or 0)}); set TMPDIR to one with a short path"
+                ) from None
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "anaphora.engine.process", address, str(os.getpid())),
@@ -242,7 +248,8 @@ class AsyncLLM:
         """Sends the configuration; what the engine made of it, or why it could not."""
 
         async def exchange() -> Up:
-            await child.socket.send(encode(Configure(self._config)))
+            await child.socket.send(encode(Configure(self._config)))  # waits for its connection
+            shutil.rmtree(child.folder, ignore_errors=True)  # done with: kill -9 leaves nothing
             return decode_up(await child.socket.recv())
 
         message = asyncio.create_task(exchange())

@@ -152,7 +152,11 @@ def serve(
         max_model_len=max_model_len,
         dtype=dtype,
         enable_prefix_caching=enable_prefix_caching,
-        kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
+        kv_cache_memory=(
+            None
+            if kv_cache_memory is None
+            else parse_size(kv_cache_memory, option="--kv-cache-memory")
+        ),
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,

@@ -15,19 +15,31 @@ DEFAULT_MODEL = "smollm2"
 ATTENTION_PARTITION = 512  # tokens; attention sums in partitions of this size, see csrc/kernels.h
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # they divide a partition
 
+_LIMITS = {
+    "max_model_len": 2**31 - 1,
+    "max_num_seqs": 2**31 - 1,
+    "max_num_batched_tokens": 2**31 - 1,
+    "kv_cache_memory": 2**63 - 1,
+    "threads": 1024,  # as csrc/bindings.cpp
+}
+
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as ``96MiB``, ``2GiB`` or ``1.5 GB``; a bare number means GiB."""
+def parse_size(text: str, option: str = "") -> int:
+    """Bytes of a size such as ``96MiB``, ``2GiB`` or ``1.5 GB``; a bare number means GiB.
+
+    An error names ``option``.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match[2].lower() if match else ""
     if not match or (unit and unit not in _UNITS):
         raise ConfigError(
-            f"{text!r} is not a size; write for example 96MiB or 2GiB (a bare number means GiB)"
+            f"{option + ': ' if option else ''}{text!r} is not a size; write for example 96MiB or "
+            "2GiB (a bare number means GiB)"
         )
-    return int(float(match[1]) * _UNITS[unit or "gib"])
+    return int(min(float(match[1]) * _UNITS[unit or "gib"], 2.0**64))  # beyond all limits
 
 
 def format_size(num_bytes: int) -> str:
@@ -57,10 +69,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("int8", "float32"))
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float16", "float32"))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
+        for name, limit in _LIMITS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} is {value}; it must be at least 1")
+            if value is not None and not 1 <= value <= limit:
+                raise ConfigError(
+                    f"{_flag(name)} is {value}; it must be at least 1 and at most {limit}"
+                )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than "
@@ -71,8 +85,6 @@ class EngineConfig:
             raise ConfigError(
                 f"--block-size is {self.block_size}; it must be 16, 32, 64, 128 or 256"
             )
-        if self.kv_cache_memory is not None and self.kv_cache_memory < 1:
-            raise ConfigError(f"--kv-cache-memory is {self.kv_cache_memory}; it must be above 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; "
