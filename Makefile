@@ -14,11 +14,25 @@ help:
 	@echo "make bench   measure the figures in the README"
 	@echo "make clean   remove the environment and what was built"
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV) || (echo "No venv: on Debian, apt install python3-venv" && exit 1)
+define CHECK_PYTHON
+import os, sys, sysconfig
+debian = "on Debian: apt install python3-venv python3-dev g++"
+if sys.version_info < (3, 11):
+    sys.exit(f"Python is {sys.version.split()[0]}; Anaphora needs 3.11 or newer (make PYTHON=...)")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    sys.exit(f"Python's headers are missing; {debian}")
+endef
+export CHECK_PYTHON
+
+$(VENV)/created:
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	@command -v $${CXX:-g++} >/dev/null || (echo "g++ is missing; on Debian: apt install g++"; exit 1)
+	@$(PYTHON) -m venv $(VENV) || \
+	  (rm -rf $(VENV); echo "venv is missing; on Debian: apt install python3-venv"; exit 1)
+	@touch $@
 
 # The package itself, editable, with its compiled kernels.
-$(VENV)/installed: $(BIN)/python $(SOURCES)
+$(VENV)/installed: $(VENV)/created $(SOURCES)
 	@echo "installing into $(VENV); the first time takes about a minute"
 	@$(BIN)/pip install --quiet --editable .
 	@touch $@
@@ -43,4 +57,4 @@ bench: $(VENV)/installed
 	@$(BIN)/python benchmarks/figures.py
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

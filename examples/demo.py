@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import secrets
 import signal
 import statistics
 import subprocess
@@ -41,6 +42,7 @@ class Answer:
     """What one request gave, with times in seconds."""
 
     text: str
+    logprobs: list[float]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens: int
@@ -85,8 +87,8 @@ def wait_for_url(server: subprocess.Popen[bytes], log) -> str:
     raise SystemExit(f"the server did not start:\n{log.read()}")
 
 
-def ask(client: httpx.Client, system: str, question: str) -> Answer:
-    """One streamed chat request."""
+def ask(client: httpx.Client, system: str, question: str, **more: str) -> Answer:
+    """One streamed chat request; ``more`` are further fields of its body."""
     body = {
         "model": MODEL,
         "messages": [
@@ -97,8 +99,9 @@ def ask(client: httpx.Client, system: str, question: str) -> Answer:
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-    }
-    text, first, usage = "", None, {}
+        "logprobs": True,
+    } | more
+    text, logprobs, first, usage = "", [], None, {}
     start = time.perf_counter()
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()
@@ -110,8 +113,11 @@ def ask(client: httpx.Client, system: str, question: str) -> Answer:
             for choice in chunk["choices"]:
                 first = first or time.perf_counter()
                 text += choice["delta"].get("content") or ""
+                if choice["logprobs"]:
+                    logprobs += [token["logprob"] for token in choice["logprobs"]["content"]]
     return Answer(
         text=text,
+        logprobs=logprobs,
         num_prompt_tokens=usage["prompt_tokens"],
         num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         num_tokens=usage["completion_tokens"],
@@ -162,13 +168,23 @@ def main() -> None:
         with console.status("asking"):
             ask(client, "You are brief.", "Say hello.")  # warm-up: pages, not the handbook
             answers = [ask(client, system, question) for question in QUESTIONS]
+            rate = hit_rate(client)
+            # A salt that nobody used before: nothing of the prompt can be found.
+            uncached = ask(client, system, QUESTIONS[-1], cache_salt=secrets.token_hex(16))
         show(console, answers)
-        console.print(f"hit rate from /metrics: {hit_rate(client):.1%} of all prompt tokens")
+        console.print(f"hit rate from /metrics: {rate:.1%} of all prompt tokens")
     miss, hits = answers[0], answers[1:]
     hit_ttft = statistics.median(hit.ttft for hit in hits)
+    is_same = (uncached.text, uncached.logprobs) == (hits[-1].text, hits[-1].logprobs)
+    console.print(
+        "the last question once more, nothing cached: same answer, same log-probabilities to the "
+        f"last digit: {'yes' if is_same else 'NO'}"
+    )
     console.print(
         f"a hit's first token came {miss.ttft / hit_ttft:.1f} times sooner than the miss's"
     )
+    if not is_same or uncached.num_cached_tokens:
+        raise SystemExit("a hit's answer differs from that of a miss")
     if miss.num_cached_tokens or not all(hit.num_cached_tokens for hit in hits):
         raise SystemExit("expected one miss and then hits; see the column cached")
     if hit_ttft >= miss.ttft:

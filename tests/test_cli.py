@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -255,6 +256,27 @@ def test_sigterm_closes_the_model(llms: list[ScriptedLLM], run: Run, monkeypatch
         signal.signal(signal.SIGTERM, before)
     assert status == 0
     assert llms[0].is_closed
+
+
+def test_requests_that_do_not_end_are_told(monkeypatch: Any) -> None:
+    """After the grace period the model is closed, so that a stream ends with an error event."""
+    monkeypatch.setattr(cli, "_GRACE_SECONDS", 0.01)
+    closed: list[bool] = []
+
+    class Model:
+        async def close(self) -> None:
+            closed.append(True)
+
+    async def scenario() -> None:
+        server: Any = SimpleNamespace(should_exit=False)
+        leaving = asyncio.create_task(cli._close_when_leaving(server, Model()))
+        await asyncio.sleep(0.2)
+        assert not closed
+        server.should_exit = True
+        await asyncio.wait_for(leaving, 10)
+
+    asyncio.run(scenario())
+    assert closed == [True]
 
 
 def test_doctor_tells_what_it_found(run: Run, monkeypatch: Any, tmp_path: Any) -> None:

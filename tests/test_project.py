@@ -74,6 +74,11 @@ def test_public_names_load(name):
     assert getattr(anaphora, name).__name__ == name
 
 
+def test_the_documents_hold_no_placeholder():
+    for document in [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"\b(FIGURES|DEMOTABLE|TBD|XXX)\b", document.read_text()), document
+
+
 def test_public_names_are_few_and_sorted():
     assert len(anaphora.__all__) < 10
     assert set(anaphora.__all__) == set(anaphora._HOMES)

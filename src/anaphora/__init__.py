@@ -41,6 +41,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("anaphora")
     if name not in _HOMES:
         raise AttributeError(f"module 'anaphora' has no attribute {name!r}")
     return getattr(importlib.import_module(f"anaphora.{_HOMES[name]}"), name)

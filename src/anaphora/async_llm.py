@@ -14,12 +14,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from anaphora import errors
-from anaphora.config import EngineConfig
+from anaphora.config import DEFAULT_MODEL, EngineConfig
 from anaphora.engine.process import (
     Abort,
     Add,
@@ -95,7 +96,9 @@ class AsyncLLM:
     ``EngineUnavailable``, and a fresh engine with an empty cache is started.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, model: str | EngineConfig = DEFAULT_MODEL, **options: Any) -> None:
+        """``options`` are fields of ``EngineConfig``. Raises ``ConfigError``, ``ModelError``."""
+        config = EngineConfig.of(model, options)
         resolved = resolve(config.model)
         self._config = dataclasses.replace(config, model=str(resolved.path))
         self._text = TextSide(resolved.path)

@@ -22,11 +22,15 @@ from anaphora.config import Dtype, EngineConfig, KVCacheDtype, format_size, pars
 from anaphora.errors import AnaphoraError, EngineError
 
 if TYPE_CHECKING:
+    import uvicorn
+
+    from anaphora.async_llm import AsyncLLM
     from anaphora.server.tenants import Tenants
     from anaphora.types import ModelInfo
 
 API_KEY_VARIABLE = "ANAPHORA_API_KEY"
 _DEFAULTS = EngineConfig()
+_GRACE_SECONDS = 10.0
 _SHOWN_PACKAGES = ("numpy", "tokenizers", "gguf", "safetensors", "fastapi", "uvicorn", "pyzmq")
 
 app = typer.Typer(
@@ -187,14 +191,28 @@ async def _serve(
         names = names or (resolve(config.model).name,)
         web_app = create_app(llm, tenants, served_model_names=names)
         Console().print(_resolved(llm.info, names, url_of(sock), tenants))
-        await build_server(web_app).serve(sockets=[sock])
+        server = build_server(web_app)
+        leaving = asyncio.create_task(_close_when_leaving(server, llm))
+        await server.serve(sockets=[sock])
+        leaving.cancel()
     finally:
         await llm.close()
 
 
+async def _close_when_leaving(server: uvicorn.Server, llm: AsyncLLM) -> None:
+    """Running requests get a while to end; then they are told why they cannot."""
+    while not server.should_exit:
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(_GRACE_SECONDS)
+    await llm.close()
+
+
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer, or to continue with --raw.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(help="What to answer, or to continue with --raw; - reads standard input."),
+    ],
     model: ModelOption = _DEFAULTS.model,
     max_tokens: Annotated[int, _option("Tokens to generate at most.", "Sampling", min=1)] = 256,
     temperature: Annotated[float, _option("0 always takes the best token.", "Sampling")] = 0.0,
@@ -208,6 +226,8 @@ def generate(
     """Print a model's answer to one prompt."""
     from anaphora.types import SamplingParams
 
+    if prompt == "-":
+        prompt = sys.stdin.read()
     config = EngineConfig(model=model, dtype=dtype, threads=threads, max_num_seqs=1)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     asyncio.run(_generate(config, prompt, params, raw))
@@ -233,12 +253,15 @@ async def _generate(config: EngineConfig, prompt: str, params: Any, is_raw: bool
 
 @app.command()
 def pull(
-    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="Which model.")] = _DEFAULTS.model,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="An alias (smollm2) or a hub id.")
+    ] = _DEFAULTS.model,
 ) -> None:
-    """Download a model into the local cache, and check it."""
+    """Download a model into the local cache, check it, and print its path."""
+    from anaphora.loaders.sources import ALIASES, resolve
     from anaphora.loaders.sources import pull as pull_model
 
-    typer.echo(pull_model(alias))
+    typer.echo(pull_model(model) if model in ALIASES else resolve(model).path)
 
 
 @app.command()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from anaphora.errors import ConfigError
 
@@ -71,6 +72,11 @@ class EngineConfig:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float16", "float32"))
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
+            if not isinstance(value, int | None):
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a whole number"
+                    + (" of bytes, see parse_size" if name == "kv_cache_memory" else "")
+                )
             if value is not None and not 1 <= value <= limit:
                 raise ConfigError(
                     f"{_flag(name)} is {value}; it must be at least 1 and at most {limit}"
@@ -91,6 +97,19 @@ class EngineConfig:
                 "it must be above 0 and at most 1"
             )
 
+    @classmethod
+    def of(cls, model: str | EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
+        """A configuration as it is, or one made of a model's name and the fields' values."""
+        if isinstance(model, EngineConfig):
+            return dataclasses.replace(model, **options)
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(
+                f"there is no option {unknown[0]!r}; there are {', '.join(sorted(known))}"
+            )
+        return cls(model=model, **options)
+
     @property
     def resolved_kv_cache_dtype(self) -> Literal["float16", "float32"]:
         """``auto`` keeps K/V in float32 beside float32 weights and in float16 beside int8."""
@@ -100,6 +119,7 @@ class EngineConfig:
 
 
 def _flag(name: str) -> str:
+    """As the command line spells a field."""
     return "--" + name.replace("_", "-")
 
 

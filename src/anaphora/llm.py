@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from anaphora.config import DEFAULT_MODEL, EngineConfig
 from anaphora.engine.engine import Engine
@@ -34,6 +34,8 @@ from anaphora.types import (
 )
 
 Prompt = str | list[int]
+
+DEFAULT_PARAMS = SamplingParams(max_tokens=256)  # without a bound it could be the whole context
 
 
 @dataclasses.dataclass
@@ -69,7 +71,14 @@ class TextSide:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt that is text or already ids."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list):
+            raise InvalidRequest(
+                f"a prompt is a {type(prompt).__name__}; give a text or a list of token ids",
+                param="prompts",
+            )
+        return prompt
 
 
 class RequestOutputs:
@@ -127,10 +136,11 @@ class RequestOutputs:
 class LLM:
     """A model, its cache and its tokenizer in this process. Blocking; one thread at a time."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        """``options`` are the fields of ``EngineConfig``; a wrong name is a TypeError."""
-        resolved = resolve(model)
-        self._engine = Engine(EngineConfig(model=str(resolved.path), **options))
+    def __init__(self, model: str | EngineConfig = DEFAULT_MODEL, **options: Any) -> None:
+        """``options`` are fields of ``EngineConfig``. Raises ``ConfigError``, ``ModelError``."""
+        config = EngineConfig.of(model, options)
+        resolved = resolve(config.model)
+        self._engine = Engine(dataclasses.replace(config, model=str(resolved.path)))
         self._text = TextSide(resolved.path)
         self._request_ids = itertools.count()
 
@@ -147,28 +157,34 @@ class LLM:
     def generate(
         self,
         prompts: str | Iterable[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams = DEFAULT_PARAMS,
         *,
         scope: CacheScope | None = None,
     ) -> list[Completion]:
         """Completions of one text or of several prompts, batched, in the prompts' order.
 
         A prompt is a text or a list of token ids; the ``n`` choices of one stand side by side.
+        Raises ``RequestError``, and ``EngineError`` if the model fails on one of them.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
+        if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+            raise InvalidRequest(
+                f"prompts is a {type(prompts).__name__}; give a text or a list of prompts",
+                param="prompts",
+            )
         encoded = [self._text.encode(prompt) for prompt in prompts]
-        return self._run(encoded, params or SamplingParams(), scope or CacheScope())
+        return self._run(encoded, params, scope or CacheScope())
 
     def chat(
         self,
         messages: list[Message],
-        params: SamplingParams | None = None,
+        params: SamplingParams = DEFAULT_PARAMS,
         *,
         scope: CacheScope | None = None,
     ) -> Completion:
         """The answer to a conversation; with n > 1 use ``generate``."""
-        params = params or SamplingParams()
+        _check_params(params)
         if params.n != 1:
             raise InvalidRequest(f"n is {params.n}; chat() gives one answer", param="n")
         if self._text.chat_template is None:
@@ -180,9 +196,20 @@ class LLM:
         """Counters since the start and gauges of now."""
         return self._engine.stats()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives weights and cache back; the object is of no use afterwards."""
+        del self._engine
+
     def _run(
         self, prompts: list[list[int]], params: SamplingParams, scope: CacheScope
     ) -> list[Completion]:
+        _check_params(params)
         ids = [f"local-{next(self._request_ids)}" for _ in prompts]
         results = {
             (request_id, index): Completion(index=index, num_prompt_tokens=len(prompt))
@@ -215,3 +242,11 @@ class LLM:
                 if isinstance(delta.stop_reason, str):
                     self._engine.abort(output.request_id, output.index)
                 yield (output.request_id, output.index), delta
+
+
+def _check_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(
+            f"params is a {type(params).__name__}; give one SamplingParams for all prompts",
+            param="params",
+        )

@@ -9,6 +9,7 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
+from anaphora.config import format_size
 from anaphora.errors import ConfigError
 
 PANEL = 16  # keys that are scored side by side, as kPanel in csrc/kernels.h
@@ -55,8 +56,8 @@ class KVStore:
             self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"{num_bytes} bytes for the K/V cache cannot be had ({error}); "
-                "lower --kv-cache-memory"
+                f"{format_size(num_bytes)} for the K/V cache cannot be had ({error}); "
+                "lower --kv-cache-memory (a bare number means GiB)"
             ) from None
         for advice in ("MADV_DONTDUMP", "MADV_HUGEPAGE"):
             if hasattr(mmap, advice):

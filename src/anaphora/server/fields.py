@@ -49,6 +49,19 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "kv_transfer_params": (None, {}),
+    # llama.cpp's and TGI's names for what OpenAI has no name for, or another one
+    "grammar": (None, ""),
+    "json_schema": (None, {}),
+    "repeat_penalty": (None, 1),
+    "n_predict": (None, -1),
+    "max_new_tokens": (None,),
+    "typical_p": (None, 1),
+    "mirostat": (None, 0),
+    "dry_multiplier": (None, 0),
+    "xtc_probability": (None, 0),
+    "dynatemp_range": (None, 0),
+    "samplers": (None, []),
+    "cache_prompt": (None, True),
 }
 
 # Field → why it can be ignored. Fields in neither table are ignored too: new clients send new ones.
