@@ -53,6 +53,7 @@ def test_sizes_are_shown_in_binary_units():
         ({"dtype": "int4"}, "--dtype is 'int4'; choose one of int8, float32"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8'"),
         ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
+        ({"max_model_len": 1}, "--max-model-len is 1"),
         ({"max_model_len": -1}, "--max-model-len is -1"),
         ({"threads": 0}, "--threads is 0"),
         ({"block_size": 8}, "--block-size is 8; it must be 16, 32, 64, 128 or 256"),

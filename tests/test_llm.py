@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import anaphora
@@ -66,6 +68,15 @@ def test_wrong_arguments_are_named(llm, prompts, params, text):
     with pytest.raises(RequestError, match=text):
         llm.generate(prompts, params)
     assert llm.stats().num_waiting == 0
+
+
+def test_threads_take_turns(llm):
+    expected = llm.generate("The capital of France is", GREEDY)[0].text
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda _: llm.generate("The capital of France is", GREEDY), range(12))
+        )
+    assert {completions[0].text for completions in found} == {expected}
 
 
 def test_one_bad_prompt_leaves_nothing_behind(llm):

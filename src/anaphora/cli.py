@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import logging
 import os
 import platform
+import resource
 import signal
 import socket
 import sys
@@ -151,6 +153,7 @@ def serve(
     """Serve a model over OpenAI's API."""
     from anaphora.server.listen import bind
 
+    _raise_file_limit()
     config = EngineConfig(
         model=model,
         max_model_len=max_model_len,
@@ -291,6 +294,13 @@ def doctor() -> None:
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         table.add_row("", f"{path.relative_to(directory)} ({format_size(path.stat().st_size)})")
     Console().print(table)
+
+
+def _raise_file_limit() -> None:
+    """As many sockets as the system lets us have: the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _tenants(keys: list[str] | None) -> Tenants:

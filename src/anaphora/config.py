@@ -81,6 +81,8 @@ class EngineConfig:
                 raise ConfigError(
                     f"{_flag(name)} is {value}; it must be at least 1 and at most {limit}"
                 )
+        if self.max_model_len == 1:
+            raise ConfigError("--max-model-len is 1; prompt and output need at least 2 tokens")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than "

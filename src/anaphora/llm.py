@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -134,7 +135,7 @@ class RequestOutputs:
 
 
 class LLM:
-    """A model, its cache and its tokenizer in this process. Blocking; one thread at a time."""
+    """A model, its cache and its tokenizer in this process. Blocking; threads take turns."""
 
     def __init__(self, model: str | EngineConfig = DEFAULT_MODEL, **options: Any) -> None:
         """``options`` are fields of ``EngineConfig``. Raises ``ConfigError``, ``ModelError``."""
@@ -143,6 +144,7 @@ class LLM:
         self._engine = Engine(dataclasses.replace(config, model=str(resolved.path)))
         self._text = TextSide(resolved.path)
         self._request_ids = itertools.count()
+        self._lock = threading.Lock()
 
     @property
     def info(self) -> ModelInfo:
@@ -210,6 +212,12 @@ class LLM:
         self, prompts: list[list[int]], params: SamplingParams, scope: CacheScope
     ) -> list[Completion]:
         _check_params(params)
+        with self._lock:
+            return self._run_locked(prompts, params, scope)
+
+    def _run_locked(
+        self, prompts: list[list[int]], params: SamplingParams, scope: CacheScope
+    ) -> list[Completion]:
         ids = [f"local-{next(self._request_ids)}" for _ in prompts]
         results = {
             (request_id, index): Completion(index=index, num_prompt_tokens=len(prompt))

@@ -237,3 +237,27 @@ def test_the_pinned_model_is_the_one_in_the_cache(smollm2_path: Path) -> None:
     with smollm2_path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == alias.sha256
     assert sources.ALIASES["smollm2"].licence == "Apache-2.0"
+
+
+def test_a_damaged_cached_model_is_refused(index: Path, tmp_path: Path) -> None:
+    """Same size, one bit flipped: nothing else would see it."""
+    target = pull("tiny", cache_dir=tmp_path, show_progress=False)
+    content = bytearray(target.read_bytes())
+    content[1000] ^= 1
+    target.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match="run `anaphora pull tiny`"):
+        resolve("tiny", cache_dir=tmp_path)
+    pull("tiny", cache_dir=tmp_path, show_progress=False)
+    assert resolve("tiny", cache_dir=tmp_path).path.read_bytes() == CONTENT
+
+
+def test_what_killed_pulls_left_is_swept(index: Path, tmp_path: Path) -> None:
+    models = models_dir(tmp_path)
+    old, new = models / ".pull-old", models / ".pull-new"
+    for directory in (old, new):
+        directory.mkdir(parents=True)
+        (directory / "part").write_bytes(b"x")
+    os.utime(old, (0, 0))
+    pull("tiny", cache_dir=tmp_path, show_progress=False)
+    assert not old.exists()
+    assert new.exists()  # another process may be at work there

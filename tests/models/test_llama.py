@@ -27,6 +27,7 @@ HANDBOOK = Path(__file__).parents[2] / "examples" / "handbook.txt"
 def all_logits(model, ops, token_ids, kv_dtype="float32"):
     """Logits [T, vocab] of one sequence in one chunk."""
     c = model.config
+    model.set_max_model_len(2048)
     layout = KVLayout(
         num_layers=c.num_hidden_layers,
         num_kv_heads=c.num_key_value_heads,
@@ -59,7 +60,7 @@ def smollm2(smollm2_path):
 def test_tiny_llama_equals_transformers(tmp_path, variant, backend):
     ops = backend("float32")
     with open_checkpoint(write_tiny_llama(tmp_path, TINY_VARIANTS[variant])) as checkpoint:
-        model = load_model(checkpoint, ops, max_model_len=512)
+        model = load_model(checkpoint, ops)
     found = all_logits(model, ops, GOLDENS[f"tiny/{variant}/ids"])
     np.testing.assert_allclose(found, GOLDENS[f"tiny/{variant}/logits"], atol=2e-4)
 
@@ -71,7 +72,7 @@ def test_tiny_llama_int8_equals_its_twin(tmp_path):
     for backend in (NativeOps, ReferenceOps):
         ops = backend("int8")
         with open_checkpoint(path) as checkpoint:
-            model = load_model(checkpoint, ops, max_model_len=512)
+            model = load_model(checkpoint, ops)
         results.append(all_logits(model, ops, list(range(3, 60)), "float16"))
     np.testing.assert_allclose(*results, atol=0.02)
 
@@ -106,7 +107,7 @@ def test_int8_stays_close_to_float32(smollm2, smollm2_path):
     with open_checkpoint(smollm2_path) as checkpoint:
         ids = checkpoint.tokenizer.encode(HANDBOOK.read_text())[:1500]
         ops = NativeOps("int8")
-        int8 = load_model(checkpoint, ops, max_model_len=len(ids))
+        int8 = load_model(checkpoint, ops)
     assert len(ids) == 1500
     full = smollm2.engine.runner.model
     exact = log_softmax(all_logits(full, full.ops, ids))

@@ -326,3 +326,45 @@ def test_huge_headers_are_refused(serve: Serve) -> None:
             except TimeoutError:
                 continue
     assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "code"),
+    [
+        (CHAT, {"messages": HELLO * 5000}, "messages", None),
+        (
+            CHAT,
+            {"messages": user([{"type": "text", "text": ""}] * 5000)},
+            "messages[0].content",
+            None,
+        ),
+        (CHAT, {"messages": user("x" * 500_000)}, "messages", "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": "x" * 500_000}, "prompt", "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": [5] * 500_000}, "prompt", "context_length_exceeded"),
+        (CHAT, {"logit_bias": {str(i): 0 for i in range(2000)}}, "logit_bias", None),
+        (CHAT, {"logit_bias": {"1": 1, "01": 2}}, "logit_bias", None),
+        (CHAT, {"seed": 10**400}, "seed", None),
+        ("/tokenize", {"prompt": "x" * 500_000}, "prompt", "context_length_exceeded"),
+        ("/detokenize", {"tokens": [5] * 500_000}, "tokens", "context_length_exceeded"),
+    ],
+)
+def test_what_is_too_much_is_refused_before_the_work(
+    http: httpx.Client, path: str, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    response = http.post(
+        path, json={"model": "fake", **({"messages": HELLO} if path == CHAT else {}), **fields}
+    )
+    error = check_error(response, 400)
+    assert (error["param"], error["code"]) == (param, code)
+    assert len(error["message"]) < 500
+
+
+def test_a_compressed_body_is_refused(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    error = check_error(http.post(CHAT, content=b"{}", headers=headers), 415)
+    assert "without an encoding" in error["message"]
+
+
+def test_unknown_fields_do_not_stay_in_memory() -> None:
+    body = {"model": "m", "messages": HELLO, "zzz": [[]] * 100}
+    assert not ChatRequest.model_validate(body).model_extra

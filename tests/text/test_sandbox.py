@@ -35,6 +35,16 @@ BOMBS = {
     "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "branching": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
+    "huge numbers": "{{ ('f' * 100000) | int(0, 16) // 7 }}",
+    "sorting again": "{% set l = range(100000) | list %}{% for i in range(5000) %}"
+    "{% set x = l | sort %}{% endfor %}",
+    "copying filter": "{% set n = namespace(l=[]) %}{% set x = 'x' * 9000000 %}"
+    "{% for i in range(150) %}{% set n.l = n.l + [x | upper] %}{% endfor %}",
+    "copying slice": "{% set n = namespace(l=[]) %}{% set x = 'x' * 9000000 %}"
+    "{% for i in range(150) %}{% set n.l = n.l + [x[1:]] %}{% endfor %}",
+    "counting words": "{% set x = 'a ' * 8000000 %}{% for i in range(20) %}{{ x | wordcount }}"
+    "{% endfor %}",
+    "date format": "{{ strftime_now('%Y' * 300000) }}",
     "percent width": "{{ '%1000000000d' % 1 }}",
     "percent star": "{{ '%*d' | format(1000000000, 1) }}",
     "format width": "{{ '{:1000000000}'.format(1) }}",

@@ -14,7 +14,7 @@ from anaphora.engine.memory import plan_max_model_len, plan_num_blocks
 from anaphora.engine.runner import ModelRunner
 from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.sequence import Sequence
-from anaphora.loaders.checkpoint import Checkpoint, open_checkpoint
+from anaphora.loaders.checkpoint import open_checkpoint
 from anaphora.machine import usable_cores
 from anaphora.models.registry import load_model
 from anaphora.ops.api import Array, Ops
@@ -35,7 +35,7 @@ class Engine:
         threads = config.threads or usable_cores()
         ops = ops or NativeOps(config.dtype, threads)
         with open_checkpoint(Path(config.model)) as checkpoint:
-            model = load_model(checkpoint, ops, max_model_len=_num_positions(config, checkpoint))
+            model = load_model(checkpoint, ops)
             weights_digest, name = checkpoint.digest, checkpoint.name
             num_parameters = checkpoint.num_parameters
         layout = KVLayout(
@@ -53,6 +53,7 @@ class Engine:
             max_position_embeddings=model.config.max_position_embeddings,
             num_cache_tokens=num_blocks * config.block_size,
         )
+        model.set_max_model_len(max_model_len)
         self.info = ModelInfo(
             name=name,
             architecture=model.config.model_type,
@@ -197,12 +198,6 @@ class Engine:
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
         )
-
-
-def _num_positions(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Positions that the model must know: what was trained, or less if less was asked for."""
-    trained = checkpoint.config.max_position_embeddings
-    return min(config.max_model_len or trained, trained)
 
 
 def _create_hasher(config: EngineConfig, layout: KVLayout, weights_digest: bytes) -> BlockHasher:

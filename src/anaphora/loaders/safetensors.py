@@ -61,6 +61,12 @@ class SafetensorsCheckpoint(Checkpoint):
         """Nothing to release: files are open only while a tensor is read."""
 
     def _build_tokenizer(self) -> Tokenizer:
+        num_rows = self.shape("model.embed_tokens.weight")[0]
+        if num_rows != self.config.vocab_size:  # before tables of that size are made
+            raise CorruptCheckpoint(
+                f"{self.path / 'config.json'}: vocab_size is {self.config.vocab_size}, but the "
+                f"embedding has {num_rows} rows"
+            )
         return Tokenizer.from_file(
             self.path / "tokenizer.json",
             config=self._tokenizer_config,
@@ -136,6 +142,8 @@ def _read_shards(path: Path, shards: dict[Path, set[str] | None]) -> dict[str, _
 
 def _read_shard(shard: Path) -> dict[str, _Tensor]:
     """Places of a file's tensors; the library checks the header against the file's size."""
+    if shard.exists() and not shard.is_file():
+        raise CorruptCheckpoint(f"{shard} is no regular file; fetch the model again")
     try:
         with safetensors.safe_open(shard, framework="np"):
             pass

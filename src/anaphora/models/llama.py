@@ -30,9 +30,7 @@ class DecoderLayer:
 class Llama:
     """Weights and forward pass. Raises ``CorruptCheckpoint`` that names a bad tensor."""
 
-    def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops, *, max_model_len: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> None:
         self.config = config
         self.ops = ops
         vocab_shape = (config.vocab_size, config.hidden_size)
@@ -45,7 +43,11 @@ class Llama:
         del embedding, head  # the largest tensors: free them before the layers come
         self.layers = [self._load_layer(checkpoint, i) for i in range(config.num_hidden_layers)]
         self.norm = checkpoint.read("model.norm.weight", (config.hidden_size,))
-        self.cos, self.sin = rope_table(rope_inverse_frequencies(config), max_model_len)
+        self.set_max_model_len(1)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Prepares the angles of so many positions; what is left of memory decides how many."""
+        self.cos, self.sin = rope_table(rope_inverse_frequencies(self.config), max_model_len)
 
     def _load_layer(self, checkpoint: Checkpoint, index: int) -> DecoderLayer:
         c = self.config
@@ -110,9 +112,9 @@ class Llama:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights and tables."""
+        """Memory of all weights."""
         linears = [self.lm_head]
-        arrays: list[npt.NDArray[np.generic]] = [self.embed_tokens, self.norm, self.cos, self.sin]
+        arrays: list[npt.NDArray[np.generic]] = [self.embed_tokens, self.norm]
         for layer in self.layers:
             linears += [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj]
             arrays += [layer.input_layernorm, layer.post_attention_layernorm]

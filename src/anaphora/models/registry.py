@@ -18,18 +18,21 @@ class Model(Protocol):
 
     config: ModelConfig
 
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """To be called before ``forward``: positions are below this."""
+
     def forward(self, batch: Batch, store: KVStore) -> Array:
         """Logits [R, vocab] of the batch's logit rows; K/V of its tokens end in ``store``."""
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights and tables."""
+        """Memory of all weights."""
 
 
 MODELS = {"llama": Llama}
 
 
-def load_model(checkpoint: Checkpoint, ops: Ops, *, max_model_len: int) -> Model:
+def load_model(checkpoint: Checkpoint, ops: Ops) -> Model:
     """The checkpoint's architecture with its weights packed for ``ops``."""
     config = checkpoint.config
     if config.model_type not in MODELS:
@@ -37,4 +40,4 @@ def load_model(checkpoint: Checkpoint, ops: Ops, *, max_model_len: int) -> Model
             f"model_type {config.model_type!r} is not implemented; "
             f"Anaphora has {', '.join(sorted(MODELS))}"
         )
-    return MODELS[config.model_type](config, checkpoint, ops, max_model_len=max_model_len)
+    return MODELS[config.model_type](config, checkpoint, ops)

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from anaphora.errors import ConfigError
 from anaphora.server.tenants import Tenants
 
 # h11 bounds the headers of a request to this size; uvicorn's default parser has no bound at all.
 _MAX_HEADER_BYTES = 64 * 2**10
+_HEAD_SECONDS = 15.0
 _BACKLOG = 2048
 _GRACEFUL_SECONDS = 30  # running requests get this long after SIGTERM
+
+
+class _TimedProtocol(H11Protocol):
+    """Closes a connection that does not complete a request's head in time.
+
+    Uvicorn bounds the pause between requests, but not how slowly a head may trickle in.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first head is awaited from now on."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        """The next one is."""
+        super().on_response_complete()
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self.loop.call_later(_HEAD_SECONDS, self._close_unless_after, self.cycle)
+
+    def _close_unless_after(self, previous: object) -> None:
+        if self.cycle is previous and not self.transport.is_closing():
+            self.transport.close()
 
 
 def bind(host: str, port: int, *, tenants: Tenants) -> socket.socket:
@@ -61,7 +88,7 @@ def build_server(app: FastAPI) -> uvicorn.Server:
     """Uvicorn for ``app``; ``await server.serve(sockets=[sock])`` runs it until SIGTERM."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=_TimedProtocol,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from anaphora.errors import EngineUnavailable
+from anaphora.errors import ContextTooLong, EngineUnavailable
 from anaphora.server.envelope import json_response
 from anaphora.server.schemas import DetokenizeRequest, TokenizeRequest, check_token_id
 from anaphora.server.service import Service
@@ -92,6 +92,12 @@ def tokens_router(service: Service) -> APIRouter:
         body = await service.read(request, DetokenizeRequest)
         if body.model is not None:
             service.check_model(body.model)
+        if len(body.tokens) > info.max_model_len:
+            raise ContextTooLong(
+                f"tokens has {len(body.tokens)} ids, but the context holds {info.max_model_len}; "
+                "send fewer",
+                param="tokens",
+            )
         for token_id in body.tokens:
             check_token_id("tokens", token_id, info.vocab_size)
         return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})

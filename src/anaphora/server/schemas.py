@@ -23,10 +23,20 @@ from pydantic_core import PydanticCustomError
 from anaphora.errors import InvalidRequest
 from anaphora.server.envelope import describe, translate, unsupported
 from anaphora.server.fields import refuse_unsupported
-from anaphora.types import MAX_LOGPROBS, CacheScope, Message, SamplingParams
+from anaphora.types import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    CacheScope,
+    Message,
+    SamplingParams,
+)
 
 MAX_CACHE_SALT_CHARS = 128
 MAX_CACHE_KEY_CHARS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of one message
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's bound for /v1/completions
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions, not for chat
 _INT32 = 2**31 - 1
@@ -74,7 +84,7 @@ class SamplingBody(Body):
     """The fields that decide how tokens are chosen, and who shares the cache."""
 
     model: str
-    n: int | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=_INT32)
@@ -86,8 +96,8 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     stop: Annotated[list[str], BeforeValidator(_as_list)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
@@ -99,6 +109,7 @@ class SamplingBody(Body):
     @model_validator(mode="after")
     def _check(self) -> SamplingBody:
         refuse_unsupported(self.model_extra or {})
+        (self.model_extra or {}).clear()  # unknown fields can be large, and bodies live for long
         if self.stream_options is not None:
             if not self.stream:
                 raise InvalidRequest(
@@ -162,6 +173,10 @@ class SamplingBody(Body):
                     "logit_bias has a key that is not a token id; write ids as decimal strings",
                     param="logit_bias",
                 )
+            if int(key) in biases:
+                raise InvalidRequest(
+                    f"logit_bias has the token id {int(key)} twice; keep one", param="logit_bias"
+                )
             biases[int(key)] = bias
         self._check_token_ids("logit_bias", biases, vocab_size)
         return biases
@@ -203,7 +218,9 @@ class ChatMessage(Body):
     """One message. Further fields go to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[list[ContentPart], BeforeValidator(_as_parts)] | None = None
+    content: (
+        Annotated[list[ContentPart], Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] | None
+    ) = None
 
     def as_message(self, where: str) -> Message:
         """The message as a template reads it, with its parts joined to one string."""
@@ -250,7 +267,7 @@ class TemplateBody(Body):
 class ChatRequest(SamplingBody, TemplateBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -309,7 +326,7 @@ class TokenizeRequest(TemplateBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -25,6 +25,10 @@ class ServedTokenizer(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    @property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters."""
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
     ) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from anaphora.errors import InvalidRequest, UnknownModel
+from anaphora.errors import ContextTooLong, InvalidRequest, UnknownModel
 from anaphora.server.generation import Generation
 from anaphora.server.metrics import Metrics
 from anaphora.server.schemas import (
@@ -83,7 +83,21 @@ class Service:
                 template_kwargs=body.chat_template_kwargs,
             )
 
-        return await _off_loop(encode, sum(len(message["content"]) for message in plain))
+        num_chars = sum(len(message["content"]) for message in plain)
+        self._check_length(num_chars, "messages")
+        extras = sum(len(str(value)) for message in plain for value in message.values())
+        return await _off_loop(encode, extras + len(str(body.chat_template_kwargs)))
+
+    def _check_length(self, num_chars: int, field: str) -> None:
+        """Refuse what cannot fit, before the work of encoding it."""
+        longest = self.llm.info.max_model_len * self.llm.tokenizer.max_token_chars
+        if num_chars > longest:
+            raise ContextTooLong(
+                f"{field} has {num_chars} characters, but the context holds "
+                f"{self.llm.info.max_model_len} tokens, which are at most {longest} characters; "
+                "shorten it",
+                param=field,
+            )
 
     async def encode_prompts(
         self, prompts: Sequence[Prompt], *, add_special_tokens: bool
@@ -100,8 +114,15 @@ class Service:
 
     def _encode_prompt(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
+            self._check_length(len(prompt), "prompt")
             return self.llm.tokenizer.encode(
                 prompt, add_special_tokens=add_special_tokens, parse_special=True
+            )
+        if len(prompt) > self.llm.info.max_model_len:
+            raise ContextTooLong(
+                f"prompt has {len(prompt)} token ids, but the context holds "
+                f"{self.llm.info.max_model_len}; shorten it",
+                param="prompt",
             )
         for token_id in prompt:
             check_token_id("prompt", token_id, self.llm.info.vocab_size)

@@ -58,7 +58,7 @@ class Tenants:
         if self.is_open:
             return DEFAULT_TENANT
         scheme, _, key = (authorization or "").partition(" ")
-        digest = _digest(key.strip())
+        digest = _digest(key.strip(" \t"))
         found = ""
         for known, tenant in self._tenant_of_digest.items():
             if hmac.compare_digest(known, digest):

@@ -24,7 +24,7 @@ import jinja2
 
 from anaphora.errors import CorruptCheckpoint, InvalidRequest
 from anaphora.text.messages import normalize_message
-from anaphora.text.sandbox import TemplateEnvironment
+from anaphora.text.sandbox import TemplateEnvironment, strftime
 from anaphora.text.tokenizer import Tokenizer, read_json
 from anaphora.types import Message
 
@@ -38,7 +38,7 @@ _RESERVED = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
         *("bos_token", "eos_token", "unk_token", "pad_token"),
-        *("raise_exception", "strftime_now", "namespace", "range", "dict"),
+        *("raise_exception", "strftime_now", "namespace", "range", "dict", "self"),
     }
 )
 _RENDER_ERRORS = (
@@ -71,7 +71,7 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         day = date if date is not None else datetime.date.today()
-        self._environment = TemplateEnvironment({"strftime_now": day.strftime})
+        self._environment = TemplateEnvironment({"strftime_now": strftime(day)})
         named = {"default": source} if isinstance(source, str) else dict(source or {})
         self._templates = {name: self._compile(name, text) for name, text in named.items()}
         self._markers = _Markers(tokenizer, "".join(named.values()))

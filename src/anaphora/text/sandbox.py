@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,10 +25,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_OUTPUT_CHARS = 2**24
-MAX_WORK_CHARS = 2**28  # of all strings that a rendering builds on its way
+MAX_WORK_CHARS = 2**27  # of all strings that a rendering builds on its way
 MAX_STEPS = 200_000  # loop rounds, macro calls and numbers in ranges
 _MAX_NUMBER_BITS = 2**12
 _MAX_INDENT = 64
+_ITEM_COST = 64  # characters copied in the time in which a filter handles one item
+_MAX_DIGITS = 400
+_MAX_DATE_FORMAT = 256
 _MAX_ITEMS = 1_000_000  # of a list, or of nested data that is printed
 
 # Jinja's other filters are of no use in a prompt, and some turn a number into megabytes.
@@ -74,7 +79,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=_finalize,
             optimized=False,  # folding constants would run filters at compile time, unbounded
         )
-        self.filters = {name: self.filters[name] for name in _FILTERS}
+        self.filters = {name: _charged(self.filters[name]) for name in _FILTERS}
         self.filters |= {
             "tojson": _tojson,
             "join": _join_filter,
@@ -84,6 +89,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "string": lambda value: _concat([value]),
             "sum": _sum,
             "concat": _concat,
+            "int": _int,
+            "charged": _charge,
         }
         self.globals = {
             "namespace": self.globals["namespace"],
@@ -184,6 +191,12 @@ class _Instrument(NodeTransformer):
         node.body.insert(0, _count_step(node.lineno))
         return node
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):  # copies; compiled to plain Python
+            node.node = nodes.Filter(node.node, "charged", [], [], None, None, lineno=node.lineno)
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
         self.generic_visit(node)
         items = nodes.List(node.nodes, lineno=node.lineno)
@@ -227,6 +240,45 @@ def _check_items(count: int) -> None:
     if count > _MAX_ITEMS:
         raise SecurityError(f"the template builds a list of more than {_MAX_ITEMS} items")
     _BUDGET.get().spend_chars(count)
+
+
+def _charge(value: Any) -> Any:
+    """Account for a pass over ``value``, or for a copy of it."""
+    if isinstance(value, str):
+        _BUDGET.get().spend_chars(len(value))
+    elif isinstance(value, list | tuple | dict):
+        _BUDGET.get().spend_chars(_ITEM_COST * len(value))
+    return value
+
+
+def _charged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of Jinja's that accounts for what it reads and what it makes."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # after the context or environment
+
+    @functools.wraps(function)  # with Jinja's marks on it
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        for value in args[first : first + 1]:
+            _charge(value)
+        return _charge(function(*args, **kwargs))
+
+    return charged
+
+
+def _int(value: Any, default: int = 0, base: int = 10) -> int:
+    if isinstance(value, str) and len(value) > _MAX_DIGITS:
+        raise SecurityError(f"int is given {len(value)} characters; at most {_MAX_DIGITS}")
+    return jinja2.filters.do_int(value, default, base)
+
+
+def strftime(day: datetime.date) -> Callable[[str], str]:
+    """``strftime_now`` for templates, always that of ``day``, for formats of a sane length."""
+
+    def strftime_now(format: str) -> str:  # noqa: A002  transformers' name
+        if len(format) > _MAX_DATE_FORMAT:
+            raise SecurityError(f"a date format has {len(format)} characters")
+        return day.strftime(format)
+
+    return strftime_now
 
 
 def _check_bits(count: int) -> None:

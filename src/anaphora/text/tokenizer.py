@@ -36,6 +36,8 @@ class Tokenizer:
         self._strip = vocabulary.strip
         self._ids = {text: index for index, text in enumerate(vocabulary.tokens)}
         self.vocab_size = len(vocabulary.tokens)
+        # In the byte-level spelling a character is a byte, so this bounds characters as well.
+        self.max_token_chars = max(map(len, vocabulary.tokens), default=1)
         self.bos_token_id = vocabulary.bos_token_id
         self.eos_token_id = vocabulary.eos_token_id
         self.unk_token_id = vocabulary.unk_token_id

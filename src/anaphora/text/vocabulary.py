@@ -246,13 +246,18 @@ def _template_tokens(post_processor: Any) -> tuple[str | None, str | None]:
     before: str | None = None
     after: str | None = None
     seen_sequence = False
-    for item in post_processor.get("single") or ():
-        if "Sequence" in item:
-            seen_sequence = True
-        elif seen_sequence:
-            after = item["SpecialToken"]["id"]
-        else:
-            before = item["SpecialToken"]["id"]
+    try:
+        for item in post_processor.get("single") or ():
+            if "Sequence" in item:
+                seen_sequence = True
+            elif seen_sequence:
+                after = str(item["SpecialToken"]["id"])
+            else:
+                before = str(item["SpecialToken"]["id"])
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpoint(
+            "tokenizer.json: post_processor.single is not a list of Sequence and SpecialToken"
+        ) from error
     return before, after
 
 
