@@ -147,7 +147,7 @@ def main() -> None:
     for dtype in dtypes:
         table.add_column(dtype, justify="right")
     for name in results[dtypes[0]]:
-        table.add_row(name.replace("_", " "), *(f"{results[d][name]:,.3g}" for d in dtypes))
+        table.add_row(name.replace("_", " "), *(f"{results[d][name]:,.4g}" for d in dtypes))
     console.print(table)
     print(json.dumps(results))
 

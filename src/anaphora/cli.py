@@ -112,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         line = Text(f"error: {error}", style="red")
         Console(stderr=True, soft_wrap=True).print(line)
         raise SystemExit(1 if isinstance(error, EngineError) else 2) from None
+    except OSError as error:  # for example a full disk behind standard output
+        Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
+        raise SystemExit(1) from None
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -248,7 +251,8 @@ async def _generate(config: EngineConfig, prompt: str, params: Any, is_raw: bool
             ids = llm.chat_template.encode([{"role": "user", "content": prompt}])
         async for delta in llm.generate(ids, params):
             typer.echo(delta.text, nl=False)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the shell
+                sys.stdout.flush()
         typer.echo()
     finally:
         await llm.close()
