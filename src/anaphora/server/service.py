@@ -121,7 +121,7 @@ class Service:
         if len(prompt) > self.llm.info.max_model_len:
             raise ContextTooLong(
                 f"prompt has {len(prompt)} token ids, but the context holds "
-                f"{self.llm.info.max_model_len}; shorten it",
+                f"{self.llm.info.max_model_len} tokens; shorten it",
                 param="prompt",
             )
         for token_id in prompt:
