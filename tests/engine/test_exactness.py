@@ -15,13 +15,22 @@ from anaphora.types import CacheScope
 from tests.engine.driving import Driver, assert_bit_equal
 from tests.models.tiny import write_tiny_llama
 
-MODELS = ["tiny-int8", "tiny-float32", "smollm2-int8", "smollm2-float32"]
+MODELS = [
+    "tiny-int8",
+    "tiny-float32",
+    "tiny-int8-portable",  # on plain C++, which other processors run
+    "tiny-float32-portable",
+    "smollm2-int8",
+    "smollm2-float32",
+]
 NUM_PROMPT = 700  # crosses the first attention partition (512) and is no multiple of a block
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def driver(request, tmp_path_factory):
-    name, dtype = request.param.split("-")
+    name, dtype, *portable = request.param.split("-")
+    best = _native.available_kernels()[0]
+    _native.select_kernels("portable" if portable else best)
     if name == "tiny":
         path = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
     else:
@@ -29,7 +38,8 @@ def driver(request, tmp_path_factory):
     config = EngineConfig(
         model=str(path), dtype=dtype, threads=2, kv_cache_memory=2**30 if name != "tiny" else 2**26
     )
-    return Driver(Engine(config))
+    yield Driver(Engine(config))
+    _native.select_kernels(best)
 
 
 @pytest.fixture(autouse=True)
