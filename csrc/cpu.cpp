@@ -13,6 +13,7 @@ namespace {
     }
 
 #if defined(__x86_64__)
+const Kernels avx512 = ANAPHORA_KERNELS("avx512-vnni", anaphora_avx512);
 const Kernels avx2 = ANAPHORA_KERNELS("avx2", anaphora_avx2);
 #endif
 const Kernels portable = ANAPHORA_KERNELS("portable", anaphora_portable);
@@ -24,6 +25,10 @@ const Kernels* selected = nullptr;
 std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> sets;
 #if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni"))
+        sets.push_back(&avx512);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
         __builtin_cpu_supports("f16c"))
         sets.push_back(&avx2);

@@ -15,10 +15,17 @@ namespace {
 using anaphora::kPanel;
 using anaphora::parallel_for;
 
-constexpr int kRows = 4;         // tile height at large M: 8 sums of 8 lanes fit 16 registers
-constexpr int kPanels = 4;       // tile width at M = 1: again 8 sums
-constexpr int kRowBlock = 128;   // rows of one task: their activations stay in L2
-constexpr int kPanelBlock = 4;   // panels of one task
+// A large tile's sums, and what they are made of, must fit the registers.
+#if defined(ANAPHORA_AVX512)
+constexpr int kRows = 8;        // by 2 panels: 16 of 32 registers
+constexpr int kTilePanels = 2;
+#else
+constexpr int kRows = 4;        // by 1 panel of two registers: 8 of 16
+constexpr int kTilePanels = 1;
+#endif
+constexpr int kRowPanels = 4;   // width of a tile of one row
+constexpr int kRowBlock = 128;  // rows of one task: their activations stay in L2
+constexpr int kPanelBlock = 4;  // panels of one task
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -104,23 +111,24 @@ struct FloatProblem {
     }
 };
 
-// Rows [row, row_end) by panels [panel, panel_end), in tiles as large as fit.
+// Rows [row, row_end) by C panels, in tiles as high as fit.
+template <int C, class Problem>
+void run_panels(const Problem& p, int row, int row_end, int panel) {
+    for (; row + kRows <= row_end; row += kRows) p.template tile<kRows, C>(row, panel);
+    for (; row + 2 <= row_end; row += 2) p.template tile<2, C>(row, panel);
+    for (; row < row_end; ++row) p.template tile<1, C>(row, panel);
+}
+
+// Rows [row, row_end) by panels [panel, panel_end).
 template <class Problem>
 void run_block(const Problem& p, int row, int row_end, int panel, int panel_end) {
-    if (row_end - row < kRows) {
-        for (; row < row_end; ++row) {
-            int i = panel;
-            for (; i + kPanels <= panel_end; i += kPanels) p.template tile<1, kPanels>(row, i);
-            for (; i < panel_end; ++i) p.template tile<1, 1>(row, i);
-        }
-        return;
-    }
-    for (; panel < panel_end; ++panel) {
-        int r = row;
-        for (; r + kRows <= row_end; r += kRows) p.template tile<kRows, 1>(r, panel);
-        for (; r + 2 <= row_end; r += 2) p.template tile<2, 1>(r, panel);
-        for (; r < row_end; ++r) p.template tile<1, 1>(r, panel);
-    }
+    constexpr int rows_of_wide_tile = 2;
+    if (row_end - row < rows_of_wide_tile)
+        for (; panel + kRowPanels <= panel_end; panel += kRowPanels)
+            run_panels<kRowPanels>(p, row, row_end, panel);
+    for (; panel + kTilePanels <= panel_end; panel += kTilePanels)
+        run_panels<kTilePanels>(p, row, row_end, panel);
+    for (; panel < panel_end; ++panel) run_panels<1>(p, row, row_end, panel);
 }
 
 template <class Problem>

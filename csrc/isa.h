@@ -18,5 +18,6 @@
     void silu_and_mul(const float*, int, int, float*);                                            \
     }
 
+ANAPHORA_DECLARE_KERNELS(anaphora_avx512)
 ANAPHORA_DECLARE_KERNELS(anaphora_avx2)
 ANAPHORA_DECLARE_KERNELS(anaphora_portable)

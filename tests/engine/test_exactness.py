@@ -15,22 +15,19 @@ from anaphora.types import CacheScope
 from tests.engine.driving import Driver, assert_bit_equal
 from tests.models.tiny import write_tiny_llama
 
+BEST, *OTHERS = _native.available_kernels()
 MODELS = [
-    "tiny-int8",
-    "tiny-float32",
-    "tiny-int8-portable",  # on plain C++, which other processors run
-    "tiny-float32-portable",
-    "smollm2-int8",
-    "smollm2-float32",
+    *(f"tiny-{dtype}-{kernels}" for dtype in ("int8", "float32") for kernels in (BEST, *OTHERS)),
+    f"smollm2-int8-{BEST}",
+    f"smollm2-float32-{BEST}",
 ]
 NUM_PROMPT = 700  # crosses the first attention partition (512) and is no multiple of a block
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def driver(request, tmp_path_factory):
-    name, dtype, *portable = request.param.split("-")
-    best = _native.available_kernels()[0]
-    _native.select_kernels("portable" if portable else best)
+    name, dtype, kernels = request.param.split("-", 2)
+    _native.select_kernels(kernels)
     if name == "tiny":
         path = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
     else:
@@ -39,7 +36,7 @@ def driver(request, tmp_path_factory):
         model=str(path), dtype=dtype, threads=2, kv_cache_memory=2**30 if name != "tiny" else 2**26
     )
     yield Driver(Engine(config))
-    _native.select_kernels(best)
+    _native.select_kernels(BEST)
 
 
 @pytest.fixture(autouse=True)

@@ -281,3 +281,29 @@ def test_a_pool_that_cannot_be_had_is_an_error():
     )
     assert done.stdout.startswith("refused"), done.stderr
     assert done.stdout.splitlines()[-1] == "1"
+
+
+def test_instruction_sets_agree_bit_for_bit(rng):
+    """Sixteen lanes, one reduction tree: only where multiply-add is not fused may bits differ."""
+    x, weight, norm = normal(rng, 37, 200), normal(rng, 70, 200), normal(rng, 200)
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=24, block_size=16, dtype="float16")
+    batch = make_batch(rng, [40, 600], [40, 600], 16)
+    k, v, q = (normal(rng, 640, heads, 24) for heads in (2, 2, 6))
+    before, results = _native.kernel_name(), []
+    for name in _native.available_kernels():
+        if name == "portable":
+            continue
+        _native.select_kernels(name)
+        ops = NativeOps("float32", 2)
+        store = ops.create_kv_store(layout, batch.block_tables.size)
+        ops.store_kv(store, 0, k, v, batch)
+        parts = [
+            ops.linear(x, ops.pack_linear(weight)),
+            ops.rms_norm(x, norm, 1e-5),
+            ops.silu_and_mul(x),
+            ops.attention(q, store, 0, batch, 0.2),
+        ]
+        results.append(np.concatenate([part.ravel() for part in parts]))
+    _native.select_kernels(before)
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0].view(np.uint32), other.view(np.uint32))
