@@ -48,6 +48,7 @@ class ScriptedLLM(FakeLLM):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self.config = config
+        self.model_name = config.model
         self.is_closed = False
         self.created.append(self)
 

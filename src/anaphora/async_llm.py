@@ -101,6 +101,7 @@ class AsyncLLM:
         config = EngineConfig.of(model, options)
         resolved = resolve(config.model)
         self._config = dataclasses.replace(config, model=str(resolved.path))
+        self.model_name = resolved.name  # as the operator called it
         self._text = TextSide(resolved.path)
         self._child: _Child | None = None
         self._info: ModelInfo | None = None

@@ -183,7 +183,6 @@ async def _serve(
     config: EngineConfig, names: tuple[str, ...], tenants: Tenants, sock: socket.socket
 ) -> None:
     from anaphora.async_llm import AsyncLLM
-    from anaphora.loaders.sources import resolve
     from anaphora.server.app import create_app
     from anaphora.server.listen import build_server, url_of
 
@@ -194,7 +193,7 @@ async def _serve(
     llm = AsyncLLM(config)
     try:
         await llm.start()
-        names = names or (resolve(config.model).name,)
+        names = names or (llm.model_name,)
         web_app = create_app(llm, tenants, served_model_names=names)
         Console().print(_resolved(llm.info, names, url_of(sock), tenants))
         server = build_server(web_app)

@@ -13,7 +13,7 @@ AnaphoraError
 │   └── UnknownModel       404, model_not_found
 └── EngineError            our fault                                        → 5xx
     ├── EngineDied         500, a running request was lost with its engine process
-    └── EngineUnavailable  503, a fresh engine is starting or the queue is full
+    └── EngineUnavailable  503, a fresh engine is starting, or the server is ending
 
 A message names the field, the value and the fix.
 """

@@ -45,13 +45,14 @@ class Scheduler:
         """The chunks of one step, with blocks for all their tokens; empty if nothing can run."""
         chunks: list[Chunk] = []
         preemptions_before = self.num_preemptions
-        budget = self._schedule_running(self.max_num_batched_tokens, chunks)
+        budget = self._schedule_running(chunks)
         if self.num_preemptions == preemptions_before:  # else the victim would come straight back
             self._schedule_waiting(budget, chunks)
         return chunks
 
-    def _schedule_running(self, budget: int, chunks: list[Chunk]) -> int:
-        """Decodes before prefills in progress; both in start order."""
+    def _schedule_running(self, chunks: list[Chunk]) -> int:
+        """Decodes before prefills in progress, both in start order; the budget that is left."""
+        budget = self.max_num_batched_tokens
         by_kind = sorted(self.running, key=lambda seq: _num_uncomputed(seq) > 1)  # stable
         for seq in by_kind:
             if budget == 0:
