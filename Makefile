@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check check-arm bench clean
 
 help:
 	@echo "make demo    install, fetch the default model, serve it, show a miss and a hit"
 	@echo "make test    run all tests"
 	@echo "make check   formatting, lint, types, import direction"
+	@echo "make check-arm  kernels of 64-bit ARM, cross-compiled, in an emulator"
 	@echo "make bench   measure the figures in the README"
 	@echo "make clean   remove the environment and what was built"
 
@@ -52,6 +53,13 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Kernels of 64-bit ARM in an emulator; on Debian: apt install g++-aarch64-linux-gnu qemu-user
+check-arm:
+	@mkdir -p build
+	CXX=aarch64-linux-gnu-g++ tests/native/build.sh build/kernels_agree_arm
+	qemu-aarch64 -cpu max build/kernels_agree_arm 30
+	qemu-aarch64 -cpu cortex-a72 build/kernels_agree_arm 2
 
 bench: $(VENV)/installed
 	@$(BIN)/python benchmarks/figures.py

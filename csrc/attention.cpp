@@ -1,9 +1,11 @@
 // Attention over the paged store.
 //
-// The rows of a tile are neighbouring tokens of one sequence times the query heads that share a
-// K/V head. A tile visits the keys in partitions of kPartition tokens counted from position 0:
+// A tile holds tokens that share blocks, or neighbour each other in one sequence, times the query
+// heads that share a K/V head: its rows. A tile visits the keys in partitions of kPartition tokens
+// counted from position 0, a panel of sixteen keys at a time; rows for which a panel is the same
+// physical block load it once:
 //
-//   scores  S[row][key] = q . k, sixteen keys at a time, summed over the head dimension in order
+//   scores  S[row][key] = q . k, summed over the head dimension in order
 //   softmax m = max S, p = exp(S - m), l = sum p          over the row's visible keys only
 //   values  acc[row][d] = sum p v, over keys in order      likewise
 //
@@ -13,48 +15,35 @@
 #include <cmath>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
 #include "isa.h"
-#include "simd.h"
-#include "thread_pool.h"
+#include "kv_format.h"
 
 namespace ANAPHORA_ISA {
 namespace {
 
 using anaphora::AttentionBatch;
-using anaphora::kPanel;
-using anaphora::kPartition;
-using anaphora::KVLayout;
+using anaphora::AttentionParams;
+using anaphora::KVType;
 using anaphora::parallel_for;
 
-constexpr int kTileRows = 32;  // scores of a tile: 32 x 512 floats, half of a small L2
-constexpr int kMaxSplitRows = 64;  // beyond this the pieces' sums would take much memory
-constexpr int kRowGroup = 4;   // rows that share a load: 8 sums of 8 lanes fit 16 registers
+constexpr int kTileRows = 48;      // scores of a tile: 48 x 512 floats, 96 KiB of L2
+constexpr int kMaxSplitTokens = 64;  // beyond this the pieces' sums would take much memory
 
-struct Tile {
-    int token;  // first row of the batch
-    int num_tokens;
-};
-
-std::vector<Tile> cut_tiles(const AttentionBatch& batch, int tokens_per_tile) {
-    std::vector<Tile> tiles;
-    for (int t = 0; t < batch.num_rows;) {
-        int end = t + 1;
-        while (end < batch.num_rows && end - t < tokens_per_tile &&
-               batch.seq_index[end] == batch.seq_index[t])
-            ++end;
-        tiles.push_back({t, end - t});
-        t = end;
+// Calls body with `rows` (1 to Most) as a compile-time constant.
+template <int Most, class Body>
+inline void with_rows(int rows, Body&& body) {
+    if constexpr (Most > 1) {
+        if (rows < Most) return with_rows<Most - 1>(rows, body);
     }
-    return tiles;
+    body(std::integral_constant<int, Most>{});
 }
 
 // One row's softmax so far: acc holds sum p v, not yet divided by l.
 struct RowState {
     float m;
     float l;
-    float* acc;  // [head_dim]
+    float* acc;  // [padded head_dim]
 };
 
 void merge(RowState& into, const RowState& part, int dim) {
@@ -64,251 +53,331 @@ void merge(RowState& into, const RowState& part, int dim) {
     store(w, exp(load(shifts)));
     into.m = m;
     into.l = into.l * w[0] + part.l * w[1];
-    for (int d = 0; d < dim; d += 8)
-        for (int i = d; i < d + 8; ++i) into.acc[i] = into.acc[i] * w[0] + part.acc[i] * w[1];
+    for (int d = 0; d < dim; d += kLanes)
+        store(into.acc + d,
+              load(into.acc + d) * set1(w[0]) + load(part.acc + d) * set1(w[1]));
 }
 
-// Calls body with `rows` (1 to kRowGroup) as a compile-time constant.
-template <class Body>
-inline void with_rows(int rows, Body&& body) {
-    switch (rows) {
-        case 1: return body(std::integral_constant<int, 1>{});
-        case 2: return body(std::integral_constant<int, 2>{});
-        case 3: return body(std::integral_constant<int, 3>{});
-        default: return body(std::integral_constant<int, kRowGroup>{});
+// Tokens [first, first + count) of the batch's order.
+struct Tile {
+    int first, count;
+};
+
+// A tile's neighbouring tokens of one sequence, and the keys of a partition that all of them see,
+// or any.
+struct Span {
+    int first, count;
+    const int32_t* blocks;
+    Range all, any;
+};
+
+// What a thread needs for one tile, K/V head and partition; reused, so that no task allocates.
+template <class Format>
+struct Work {
+    Format format;
+    AlignedVector<typename Format::Query> queries;
+    AlignedVector<float> query_scales, scores, acc, total;
+    AlignedVector<Range> ranges;  // of each token, in the partition
+    AlignedVector<Span> spans;
+    AlignedVector<RowState> states, totals;
+
+    static Work& of_this_thread(const KVLayout& kv, int rows, int tokens) {
+        thread_local Work work;
+        work.format.reset(kv);
+        grow(work.queries, rows * kv.head_dim);
+        grow(work.query_scales, rows);
+        grow(work.scores, rows * kPartition);
+        grow(work.acc, rows * padded(kv.head_dim));
+        grow(work.total, rows * padded(kv.head_dim));
+        grow(work.ranges, tokens);
+        grow(work.states, rows);
+        grow(work.totals, rows);
+        return work;
     }
-}
 
-template <class Element>
+    template <class Vector>
+    static void grow(Vector& v, int size) {
+        if (static_cast<int>(v.size()) < size) v.resize(size);
+    }
+};
+
+template <class Format>
 struct Attention {
     const KVLayout& kv;
     int layer;
     const AttentionBatch& batch;
+    const AttentionParams& params;
     const float* q;
     int64_t q_stride;
-    int num_heads;
-    float scale;
     float* out;
 
     int dim() const { return kv.head_dim; }
-    int group() const { return num_heads / kv.num_kv_heads; }
-    int padded_dim() const { return (dim() + kLanes - 1) / kLanes * kLanes; }
+    int group() const { return params.num_heads / kv.num_kv_heads; }
+    int width() const { return padded(dim()); }
+    int token(const Tile& tile, int i) const { return batch.order[tile.first + i]; }
 
-    const Element* block_part(const Tile& tile, int kv_head, int key, int part) const {
-        const int32_t* table =
-            batch.block_tables + int64_t{batch.seq_index[tile.token]} * batch.max_blocks;
-        return static_cast<const Element*>(kv.data) +
-               table[key / kv.block_size] * kv.block_elements() +
-               (2 * layer + part) * kv.part_elements() + int64_t{kv_head} * kv.block_size * dim();
+    const int32_t* blocks(int token) const {
+        return batch.block_tables + int64_t{batch.seq_index[token]} * batch.max_blocks;
     }
 
-    int row_position(const Tile& tile, int row) const {
-        return batch.positions[tile.token + row / group()];
+    Range visible(int token) const {
+        const int end = batch.positions[token] + 1;
+        return {params.window > 0 ? std::max(end - params.window, 0) : 0, end};
     }
 
-    // Keys of [start, start + width) that the row may see.
-    int visible(const Tile& tile, int row, int start, int width) const {
-        return std::clamp(row_position(tile, row) + 1 - start, 0, width);
+    // Tiles are cut where nothing is shared, so that unrelated sequences are tasks of their own.
+    AlignedVector<Tile> cut_tiles() const {
+        const int most = std::max(1, kTileRows / group());
+        AlignedVector<Tile> tiles;
+        for (int i = 0; i < batch.num_rows; ++i) {
+            if (!tiles.empty() && tiles.back().count < most &&
+                blocks(batch.order[i - 1])[0] == blocks(batch.order[i])[0])
+                ++tiles.back().count;
+            else
+                tiles.push_back({i, 1});
+        }
+        return tiles;
     }
 
-    int num_partitions(const Tile& tile) const {
-        return row_position(tile, (tile.num_tokens - 1) * group()) / kPartition + 1;
+    // The partitions that any token of the tile sees.
+    Range partitions(const Tile& tile) const {
+        Range all{std::numeric_limits<int>::max(), 0};
+        for (int i = 0; i < tile.count; ++i) {
+            const Range keys = visible(token(tile, i));
+            all.begin = std::min(all.begin, keys.begin / kPartition);
+            all.end = std::max(all.end, ceil_div(keys.end, kPartition));
+        }
+        return all;
     }
 
-    void load_queries(const Tile& tile, int kv_head, float* queries) const {
-        for (int row = 0; row < tile.num_tokens * group(); ++row) {
-            const float* from = q + (tile.token + row / group()) * q_stride +
+    void load_queries(const Tile& tile, int kv_head, Work<Format>& work) const {
+        for (int row = 0; row < tile.count * group(); ++row) {
+            const float* from = q + token(tile, row / group()) * q_stride +
                                 int64_t{kv_head * group() + row % group()} * dim();
-            for (int d = 0; d < dim(); ++d) queries[row * dim() + d] = from[d] * scale;
+            work.query_scales[row] =
+                work.format.set_query(from, params.scale, work.queries.data() + row * dim());
         }
     }
 
-    template <int R>
-    void score(const float* queries, const float* keys, float* scores) const {
-        f32x16 acc[R];
-        for (int r = 0; r < R; ++r) acc[r] = set1(0.0f);
-        for (int d = 0; d < dim(); ++d) {
-            const f32x16 key = load(keys + d * kPanel);
-            for (int r = 0; r < R; ++r) acc[r] = fma(set1(queries[r * dim() + d]), key, acc[r]);
-        }
-        for (int r = 0; r < R; ++r) store(scores + r * kPartition, acc[r]);
-    }
-
-    template <int R>
-    void add_values(const float* probabilities, const float* values, int begin, int end,
-                    float* acc) const {
-        for (int d = 0; d < padded_dim(); d += kLanes) {
-            f32x16 sum[R];
-            for (int r = 0; r < R; ++r) sum[r] = load(acc + r * padded_dim() + d);
-            for (int key = begin; key < end; ++key) {
-                const f32x16 value = load(values + key * padded_dim() + d);
-                for (int r = 0; r < R; ++r)
-                    sum[r] = fma(set1(probabilities[r * kPartition + key]), value, sum[r]);
+    void find_spans(const Tile& tile, int start, Work<Format>& work) const {
+        work.spans.clear();
+        for (int i = 0; i < tile.count; ++i) {
+            const Range keys = visible(token(tile, i)).within(start, kPartition);
+            work.ranges[i] = keys;
+            if (i > 0 && blocks(token(tile, i)) == blocks(token(tile, i - 1))) {
+                Span& span = work.spans.back();
+                ++span.count;
+                span.all = {std::max(span.all.begin, keys.begin),
+                            std::min(span.all.end, keys.end)};
+                span.any = {std::min(span.any.begin, keys.begin),
+                            std::max(span.any.end, keys.end)};
+            } else {
+                work.spans.push_back({i, 1, blocks(token(tile, i)), keys, keys});
             }
-            for (int r = 0; r < R; ++r) store(acc + r * padded_dim() + d, sum[r]);
         }
     }
 
-    void score_partition(const Tile& tile, int kv_head, int start, int width, const float* queries,
-                         float* keys, float* scores) const {
-        const int rows = tile.num_tokens * group();
-        for (int key = 0; key < width; key += kPanel) {
-            const int position = start + key;
-            const Element* from = block_part(tile, kv_head, position, 0) +
-                                  int64_t{position % kv.block_size / kPanel} * dim() * kPanel;
-            for (int d = 0; d < dim(); ++d)
-                store(keys + d * kPanel, load(from + int64_t{d} * kPanel));
-            for (int row = 0; row < rows; row += kRowGroup)
-                with_rows(std::min(kRowGroup, rows - row), [&](auto size) {
-                    score<size>(queries + row * dim(), keys, scores + row * kPartition + key);
-                });
+    // Calls body(first token, tokens, block, visible keys of the panel): tokens that see the whole
+    // panel in the same block together, others one by one.
+    template <class Body>
+    void for_runs(const Work<Format>& work, int start, int panel, Body&& body) const {
+        const int index = (start + panel * kPanel) / kv.block_size;
+        const int begin = panel * kPanel, end = begin + kPanel;
+        const auto is_whole = [&](const Span& span) {
+            return span.all.begin <= begin && span.all.end >= end;
+        };
+        for (size_t s = 0; s < work.spans.size(); ++s) {
+            const Span& span = work.spans[s];
+            if (span.any.begin >= end || span.any.end <= begin) continue;
+            const int64_t id = span.blocks[index];
+            if (!is_whole(span)) {
+                for (int i = span.first; i < span.first + span.count; ++i) {
+                    const Range keys = work.ranges[i].within(begin, kPanel);
+                    if (!keys.is_empty()) body(i, 1, id, keys);
+                }
+                continue;
+            }
+            int count = span.count;
+            while (s + 1 < work.spans.size() && is_whole(work.spans[s + 1]) &&
+                   work.spans[s + 1].blocks[index] == id)
+                count += work.spans[++s].count;
+            body(span.first, count, id, Range{0, kPanel});
         }
     }
 
-    // Turns a row's scores into probabilities (not yet divided by l) in place.
-    RowState softmax(float* scores, int count, float* acc) const {
+    // Turns a row's scores into probabilities (not yet divided by l) in place; the panels at the
+    // range's ends are zero outside it.
+    RowState softmax(float* scores, Range keys, float* acc) const {
         constexpr float lowest = -std::numeric_limits<float>::infinity();
+        // Vectors that the range fills, and the two at its ends that it may fill in part.
+        const int begin = keys.begin / kLanes * kLanes, end = keys.end / kLanes * kLanes;
+        const int whole = ceil_div(keys.begin, kLanes) * kLanes;
+        const auto for_parts = [&](auto&& body) {
+            if (begin < whole) body(begin);
+            if (end < keys.end && (end != begin || begin == whole)) body(end);
+        };
         f32x16 largest = set1(lowest);
-        for (int i = 0; i < count; i += kLanes)
-            largest = max(largest, keep_first(load(scores + i), count - i, lowest));
-        const float m = reduce_max(largest);
+        for (int i = whole; i < end; i += kLanes) largest = max(largest, load(scores + i));
+        for_parts([&](int i) {
+            largest = max(largest, keep(load(scores + i), keys.begin - i, keys.end - i, lowest));
+        });
+        const f32x16 m = set1(reduce_max(largest));
         f32x16 sum = set1(0.0f);
-        for (int i = 0; i < count; i += kLanes) {
-            const f32x16 p = keep_first(exp(load(scores + i) - set1(m)), count - i, 0.0f);
+        for (int i = whole; i < end; i += kLanes) {
+            const f32x16 p = exp(load(scores + i) - m);
             store(scores + i, p);
             sum = sum + p;
         }
-        return {m, reduce_add(sum), acc};
+        for_parts([&](int i) {
+            const f32x16 p =
+                keep(exp(load(scores + i) - m), keys.begin - i, keys.end - i, 0.0f);
+            store(scores + i, p);
+            sum = sum + p;
+        });
+        return {reduce_max(m), reduce_add(sum), acc};
     }
 
-    void value_partition(const Tile& tile, int kv_head, int start, int width,
-                         const float* probabilities, float* values, float* acc) const {
-        const int rows = tile.num_tokens * group();
-        for (int key = 0; key < width; key += kPanel) {
-            const int count = std::min(kPanel, width - key);
-            const Element* from = block_part(tile, kv_head, start + key, 1) +
-                                  int64_t{(start + key) % kv.block_size} * dim();
-            for (int i = 0; i < count; ++i) load_value(from + int64_t{i} * dim(), values, i);
-            for (int row = 0; row < rows; row += kRowGroup) {
-                const int size = std::min(kRowGroup, rows - row);
-                // The rows of a group may see different numbers of these keys: the common ones
-                // together, the rest row by row, so that no row ever touches a key it may not see.
-                const int shared = visible(tile, row, start + key, count);
-                const float* p = probabilities + row * kPartition + key;
-                float* sums = acc + row * padded_dim();
-                with_rows(size, [&](auto n) { add_values<n>(p, values, 0, shared, sums); });
-                for (int r = 0; r < size; ++r) {
-                    const int end = visible(tile, row + r, start + key, count);
-                    if (end > shared)
-                        add_values<1>(p + r * kPartition, values, shared, end,
-                                      sums + r * padded_dim());
-                }
-            }
+    // Fills work.states for one partition, sums in `sums`; a row that sees no key gets l = 0.
+    void run_partition(const Tile& tile, int kv_head, int partition, Work<Format>& work,
+                       float* sums) const {
+        const int start = partition * kPartition, rows = tile.count * group();
+        find_spans(tile, start, work);
+        int first_panel = kPartition / kPanel, panels = 0;
+        for (const Span& span : work.spans) {
+            if (span.any.is_empty()) continue;
+            first_panel = std::min(first_panel, span.any.begin / kPanel);
+            panels = std::max(panels, ceil_div(span.any.end, kPanel));
+        }
+        Format& format = work.format;
+        for (int panel = first_panel; panel < panels; ++panel) {
+            const int offset = (start + panel * kPanel) % kv.block_size;
+            int64_t loaded = -1;
+            for_runs(work, start, panel, [&](int first, int count, int64_t id, Range) {
+                if (id != loaded) format.load_keys(id, layer, kv_head, offset);
+                loaded = id;
+                const int end = (first + count) * group();
+                for (int row = first * group(); row < end; row += kScoreRows)
+                    with_rows<kScoreRows>(std::min(kScoreRows, end - row), [&](auto size) {
+                        format.template score<size>(
+                            work.queries.data() + row * dim(), work.query_scales.data() + row,
+                            work.scores.data() + row * kPartition + panel * kPanel);
+                    });
+            });
+        }
+        std::fill(sums, sums + rows * width(), 0.0f);
+        for (int row = 0; row < rows; ++row) {
+            float* acc = sums + row * width();
+            const Range keys = work.ranges[row / group()];
+            work.states[row] = keys.is_empty()
+                                   ? RowState{0.0f, 0.0f, acc}
+                                   : softmax(work.scores.data() + row * kPartition, keys, acc);
+        }
+        for (int panel = first_panel; panel < panels; ++panel) {
+            const int offset = (start + panel * kPanel) % kv.block_size;
+            for_runs(work, start, panel, [&](int first, int count, int64_t id, Range keys) {
+                format.load_values(id, layer, kv_head, offset, keys);
+                const int end = (first + count) * group();
+                for (int row = first * group(); row < end; row += kValueRows)
+                    with_rows<kValueRows>(std::min(kValueRows, end - row), [&](auto size) {
+                        format.template add_values<size>(
+                            work.scores.data() + row * kPartition + panel * kPanel, keys,
+                            sums + row * width());
+                    });
+            });
         }
     }
 
-    void load_value(const Element* from, float* values, int key) const {
-        float* to = values + key * padded_dim();
-        for (int d = 0; d + kLanes <= dim(); d += kLanes) store(to + d, load(from + d));
-        const int whole = dim() / kLanes * kLanes;
-        if (whole == dim()) return;
-        Element rest[kLanes] = {};
-        std::copy(from + whole, from + dim(), rest);
-        store(to + whole, load(rest));
-    }
-
-    struct Scratch {
-        std::vector<float> queries, keys, scores, values, acc, total;
-
-        Scratch(int rows, int dim, int padded_dim)
-            : queries(rows * dim),
-              keys(kPanel * dim),
-              scores(rows * kPartition),
-              values(kPanel * padded_dim),
-              acc(rows * padded_dim),
-              total(rows * padded_dim) {}
-    };
-
-    // States of one partition's rows; rows that see none of its keys get l = 0.
-    void run_partition(const Tile& tile, int kv_head, int partition, Scratch& s,
-                       RowState* states, float* acc) const {
-        const int rows = tile.num_tokens * group();
-        const int start = partition * kPartition;
-        const int width = visible(tile, rows - 1, start, kPartition);
-        score_partition(tile, kv_head, start, width, s.queries.data(), s.keys.data(),
-                        s.scores.data());
-        std::fill(acc, acc + rows * padded_dim(), 0.0f);
-        for (int row = 0; row < rows; ++row)
-            states[row] = softmax(s.scores.data() + row * kPartition,
-                                  visible(tile, row, start, kPartition), acc + row * padded_dim());
-        value_partition(tile, kv_head, start, width, s.scores.data(), s.values.data(), acc);
-    }
-
     void write(const Tile& tile, int kv_head, int row, const RowState& state) const {
-        float* to = out + (int64_t{tile.token + row / group()} * num_heads + kv_head * group() +
-                           row % group()) *
-                              dim();
-        for (int d = 0; d < dim(); ++d) to[d] = state.acc[d] / state.l;
+        const int head = kv_head * group() + row % group();
+        float* to = out + (int64_t{token(tile, row / group())} * params.num_heads + head) * dim();
+        float weight = 1.0f, l = state.l;
+        if (params.sinks != nullptr) {
+            const float m = std::max(state.m, params.sinks[head]);
+            float w[kLanes];
+            float shifts[kLanes] = {state.m - m, params.sinks[head] - m};
+            store(w, exp(load(shifts)));
+            weight = w[0];
+            l = state.l * w[0] + w[1];
+        }
+        for (int d = 0; d < dim(); ++d) to[d] = state.acc[d] * weight / l;
+    }
+
+    // Merges a partition's state of a row into the running one.
+    void take_over(RowState& total, const RowState& part) const {
+        if (part.l == 0.0f) return;
+        if (total.l != 0.0f) return merge(total, part, width());
+        total.m = part.m;
+        total.l = part.l;
+        std::copy(part.acc, part.acc + width(), total.acc);
     }
 
     // All partitions of one tile and K/V head, one after the other.
     void run_tile(const Tile& tile, int kv_head) const {
-        const int rows = tile.num_tokens * group();
-        Scratch s(rows, dim(), padded_dim());
-        std::vector<RowState> parts(rows), totals(rows);
-        load_queries(tile, kv_head, s.queries.data());
-        run_partition(tile, kv_head, 0, s, totals.data(), s.total.data());
-        for (int p = 1; p < num_partitions(tile); ++p) {
-            run_partition(tile, kv_head, p, s, parts.data(), s.acc.data());
-            for (int row = 0; row < rows; ++row)
-                if (row_position(tile, row) >= p * kPartition)
-                    merge(totals[row], parts[row], padded_dim());
+        const int rows = tile.count * group();
+        auto& work = Work<Format>::of_this_thread(kv, rows, tile.count);
+        load_queries(tile, kv_head, work);
+        const Range all = partitions(tile);
+        run_partition(tile, kv_head, all.begin, work, work.total.data());
+        std::copy(work.states.begin(), work.states.begin() + rows, work.totals.begin());
+        for (int p = all.begin + 1; p < all.end; ++p) {
+            run_partition(tile, kv_head, p, work, work.acc.data());
+            for (int row = 0; row < rows; ++row) take_over(work.totals[row], work.states[row]);
         }
-        for (int row = 0; row < rows; ++row) write(tile, kv_head, row, totals[row]);
+        for (int row = 0; row < rows; ++row) write(tile, kv_head, row, work.totals[row]);
     }
 
     // One partition each, then merged in the same order as run_tile does: for few, long rows.
-    void run_split(const std::vector<Tile>& tiles) const {
+    void run_split(const AlignedVector<Tile>& tiles) const {
         struct Piece {
             Tile tile;
-            int kv_head, partition;
-            std::vector<RowState> states;
-            std::vector<float> acc;
+            int kv_head, partition, first_row;  // its rows' states begin there
         };
-        std::vector<Piece> pieces;
-        std::vector<int> firsts;  // where each tile and K/V head begins
+        thread_local AlignedVector<Piece> pieces;
+        thread_local AlignedVector<int> firsts;  // where each tile and K/V head begins
+        thread_local AlignedVector<RowState> states;
+        thread_local AlignedVector<float> sums;
+        pieces.clear();
+        firsts.clear();
+        int num_rows = 0;
         for (const Tile& tile : tiles)
             for (int head = 0; head < kv.num_kv_heads; ++head) {
                 firsts.push_back(static_cast<int>(pieces.size()));
-                for (int p = 0; p < num_partitions(tile); ++p)
-                    pieces.push_back({tile, head, p, {}, {}});
+                const Range all = partitions(tile);
+                for (int p = all.begin; p < all.end; ++p) {
+                    pieces.push_back({tile, head, p, num_rows});
+                    num_rows += tile.count * group();
+                }
             }
         firsts.push_back(static_cast<int>(pieces.size()));
-        parallel_for(static_cast<int>(pieces.size()), [&](int i) {
-            Piece& piece = pieces[i];
-            const int rows = piece.tile.num_tokens * group();
-            Scratch s(rows, dim(), padded_dim());
-            piece.states.resize(rows);
-            piece.acc.resize(static_cast<size_t>(rows) * padded_dim());
-            load_queries(piece.tile, piece.kv_head, s.queries.data());
-            run_partition(piece.tile, piece.kv_head, piece.partition, s, piece.states.data(),
-                          piece.acc.data());
-        });
-        parallel_for(static_cast<int>(firsts.size()) - 1, [&](int i) {
-            Piece& total = pieces[firsts[i]];
-            for (int row = 0; row < static_cast<int>(total.states.size()); ++row) {
-                const int last = row_position(total.tile, row) / kPartition;
-                for (int p = 1; p <= last; ++p)
-                    merge(total.states[row], pieces[firsts[i] + p].states[row], padded_dim());
-                write(total.tile, total.kv_head, row, total.states[row]);
+        states.resize(num_rows);
+        sums.resize(static_cast<size_t>(num_rows) * width());
+        // Workers have variables of these names of their own.
+        parallel_for(static_cast<int>(pieces.size()),
+                     [&, pieces = pieces.data(), states = states.data(), sums = sums.data()](int i) {
+                         const Piece& piece = pieces[i];
+                         const int rows = piece.tile.count * group();
+                         auto& work = Work<Format>::of_this_thread(kv, rows, piece.tile.count);
+                         load_queries(piece.tile, piece.kv_head, work);
+                         run_partition(piece.tile, piece.kv_head, piece.partition, work,
+                                       sums + int64_t{piece.first_row} * width());
+                         std::copy(work.states.begin(), work.states.begin() + rows,
+                                   states + piece.first_row);
+                     });
+        for (size_t i = 0; i + 1 < firsts.size(); ++i) {
+            const Piece& piece = pieces[firsts[i]];
+            for (int row = 0; row < piece.tile.count * group(); ++row) {
+                RowState& total = states[piece.first_row + row];
+                for (int p = firsts[i] + 1; p < firsts[i + 1]; ++p)
+                    take_over(total, states[pieces[p].first_row + row]);
+                write(piece.tile, piece.kv_head, row, total);
             }
-        });
+        }
     }
 
     void run() const {
-        const std::vector<Tile> tiles = cut_tiles(batch, std::max(1, kTileRows / group()));
+        const AlignedVector<Tile> tiles = cut_tiles();
         const int tasks = static_cast<int>(tiles.size()) * kv.num_kv_heads;
-        if (batch.num_rows <= kMaxSplitRows && tasks < 4 * anaphora::num_threads()) {
+        if (batch.num_rows <= kMaxSplitTokens && tasks < 4 * anaphora::num_threads()) {
             run_split(tiles);
             return;
         }
@@ -322,12 +391,18 @@ struct Attention {
 
 }  // namespace
 
-void attention(const KVLayout& kv, int layer, const AttentionBatch& batch, const float* q,
-               int64_t q_stride, int num_heads, float scale, float* out) {
-    if (kv.is_half)
-        Attention<half>{kv, layer, batch, q, q_stride, num_heads, scale, out}.run();
-    else
-        Attention<float>{kv, layer, batch, q, q_stride, num_heads, scale, out}.run();
+void attention(const KVLayout& kv, int layer, const AttentionBatch& batch,
+               const AttentionParams& params, const float* q, int64_t q_stride, float* out) {
+    const auto run = [&](auto format) {
+        using Format = typename decltype(format)::type;
+        Attention<Format>{kv, layer, batch, params, q, q_stride, out}.run();
+    };
+    switch (kv.type) {
+        case KVType::float32: return run(std::type_identity<FloatFormat<float>>{});
+        case KVType::float16: return run(std::type_identity<FloatFormat<half>>{});
+        case KVType::bfloat16: return run(std::type_identity<FloatFormat<bfloat>>{});
+        case KVType::int16: return run(std::type_identity<Int16Format>{});
+    }
 }
 
 }  // namespace ANAPHORA_ISA

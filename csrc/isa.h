@@ -5,19 +5,22 @@
 
 #define ANAPHORA_DECLARE_KERNELS(isa)                                                             \
     namespace isa {                                                                               \
-    void quantize_rows(const float*, int, int, int, int16_t*, float*);                            \
-    void gemm_int8(const int16_t*, const float*, int, int, const int8_t*, const float*,           \
-                   const float*, int, float*);                                                    \
-    void gemm_f32(const float*, int, int, const float*, const float*, int, float*);               \
-    void rms_norm(const float*, const float*, float, int, int, float*);                           \
+    extern const int weight_depth, weight_offset;                                                 \
+    void linear(const float*, int, const anaphora::Norm&, const anaphora::Weight&, bool, float*); \
+    void gated_mlp(const float*, int, const anaphora::Norm&, const anaphora::Weight&,             \
+                   const anaphora::Weight&, bool, float*);                                        \
+    void rms_norm(const float*, const anaphora::Norm&, int, int, float*);                         \
     void rope(float*, int64_t, const int32_t*, int, int, int, const float*, const float*);        \
     void store_kv(const anaphora::KVLayout&, int, const float*, const float*, int64_t,            \
                   const int64_t*, int);                                                           \
-    void attention(const anaphora::KVLayout&, int, const anaphora::AttentionBatch&, const float*, \
-                   int64_t, int, float, float*);                                                  \
-    void silu_and_mul(const float*, int, int, float*);                                            \
+    void attention(const anaphora::KVLayout&, int, const anaphora::AttentionBatch&,               \
+                   const anaphora::AttentionParams&, const float*, int64_t, float*);              \
+    double peak_int8(double);                                                                     \
+    double peak_float(double);                                                                    \
     }
 
 ANAPHORA_DECLARE_KERNELS(anaphora_avx512)
+ANAPHORA_DECLARE_KERNELS(anaphora_avxvnni)
 ANAPHORA_DECLARE_KERNELS(anaphora_avx2)
+ANAPHORA_DECLARE_KERNELS(anaphora_neon)
 ANAPHORA_DECLARE_KERNELS(anaphora_portable)

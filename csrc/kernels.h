@@ -8,62 +8,121 @@
 #include <string>
 #include <vector>
 
+// Inline functions that several instruction sets' files share must not be emitted by any of them:
+// the linker would keep one for all.
+#define ANAPHORA_INLINE __attribute__((always_inline)) inline
+
 namespace anaphora {
 
 // Columns of a weight matrix that are packed side by side, and keys that are scored together.
 inline constexpr int kPanel = 16;
 
+// Neighbouring activations of a row that share a scale in the int8 mode. Part of the numbers'
+// definition: changing it changes bits.
+inline constexpr int kGroup = 32;
+
 // Attention softmax is computed per partition of this many tokens, counted from position 0, and
 // the partitions are merged in order. Part of the numbers' definition: changing it changes bits.
 inline constexpr int kPartition = 512;
 
+// A packed matrix: n columns (outputs) of k inputs each.
+//
+//   float32  data [ceil(n/16)][k][16]
+//   int8     data [ceil(n/16)][ceil(k/32) * 32 / depth][16][depth], in the byte order of one
+//            instruction set (Kernels::depth and weight_offset); scale [ceil(n/16) * 16]
+//
+// A gated matrix holds two of the same size whose panels of sixteen columns take turns: n counts
+// the columns of both, padding included.
+struct Weight {
+    bool is_int8;
+    int n, k;
+    const void* data;
+    const float* scale;  // per column, int8 only
+    const float* bias;   // padded like scale; may be null
+};
+
+// Root mean square normalisation of a row before it is multiplied; none if weight is null.
+struct Norm {
+    const float* weight;
+    float eps;
+};
+
+inline constexpr int64_t kNoSlot = -1;
+
+enum class KVType { float32, float16, bfloat16, int16 };
+
 // Where one layer's keys and values lie in the paged store.
 //
 //   block:  layer 0 [ K | V ]  layer 1 [ K | V ]  ...        one contiguous run of bytes
-//   K:      [num_kv_heads][block_size / 16][head_dim][16]    sixteen keys side by side, to be
-//                                                            scored in one vector
-//   V:      [num_kv_heads][block_size][head_dim]
+//
+//   floats  K [num_kv_heads][block_size / 16][head_dim][16]       sixteen keys side by side
+//           V [num_kv_heads][block_size][head_dim]
+//   int16   K [num_kv_heads][block_size / 16][head_dim / 2][16][2]
+//           V [num_kv_heads][block_size / 2][head_dim][2]         two values side by side
+//           each followed by its float scales [num_kv_heads][block_size], one per token and head
 struct KVLayout {
     void* data;
-    bool is_half;  // IEEE half precision, else float
+    KVType type;
     int64_t num_blocks;
     int num_layers;
     int num_kv_heads;
     int block_size;
     int head_dim;
 
-    int64_t part_elements() const { return int64_t{1} * num_kv_heads * block_size * head_dim; }
-    int64_t block_elements() const { return 2 * num_layers * part_elements(); }
+    ANAPHORA_INLINE int64_t element_bytes() const { return type == KVType::float32 ? 4 : 2; }
+    ANAPHORA_INLINE int64_t head_elements() const { return int64_t{1} * block_size * head_dim; }
+    ANAPHORA_INLINE int64_t part_bytes() const {
+        const int64_t scales = type == KVType::int16 ? 4 * block_size : 0;
+        return num_kv_heads * (head_elements() * element_bytes() + scales);
+    }
+    ANAPHORA_INLINE int64_t block_bytes() const { return 2 * num_layers * part_bytes(); }
+    ANAPHORA_INLINE char* part(int64_t block, int layer, int index) const {  // index 0: keys, 1: values
+        return static_cast<char*>(data) + block * block_bytes() + (2 * layer + index) * part_bytes();
+    }
+    ANAPHORA_INLINE float* scales(char* part) const {  // int16 only
+        return reinterpret_cast<float*>(part + num_kv_heads * head_elements() * 2);
+    }
 };
 
 // What one pass of attention reads. T rows (tokens) of S sequences.
 struct AttentionBatch {
     int num_rows;                 // T
     int max_blocks;               // width of block_tables
-    const int32_t* positions;     // [T]; row t sees keys 0..positions[t]
-    const int32_t* seq_index;     // [T]; its row in block_tables, equal neighbours share a tile
+    const int32_t* positions;     // [T]
+    const int32_t* seq_index;     // [T]; its row in block_tables
     const int32_t* block_tables;  // [S, max_blocks]
+    const int32_t* order;         // [T] rows such that those that share blocks are neighbours
+};
+
+// Row t sees the keys max(0, p - window + 1) .. p of its sequence, p its position (window 0: all
+// from 0), and the weight exp(sinks[head]) for no key, if there are sinks (Xiao et al., 2023).
+struct AttentionParams {
+    int num_heads;
+    float scale;
+    int window;
+    const float* sinks;  // [num_heads] or null
 };
 
 // One instruction set's kernels. Each is run by the calling thread and the pool together.
 struct Kernels {
     const char* name;
+    int depth;          // neighbouring inputs that lie side by side in a packed int8 matrix
+    int weight_offset;  // what is added to each of its elements
 
-    // q[m, k] = round(x[m, k] * qmax / max|x[m, :]|), scale[m] = max|x[m, :]| / qmax.
-    // x [M, K]; q [M, K rounded up to 2], the odd column zero.
-    void (*quantize_rows)(const float* x, int m, int k, int qmax, int16_t* q, float* scale);
+    // out [m, n] = norm(x) w^T + bias, or added to what is there. x [m, k].
+    //   int8:    x is rounded to int8 with one scale per row and group of kGroup; sums of a group
+    //            are exact, groups are added in ascending order, rounded at each step
+    //   float32: summed over k in ascending order, fused
+    void (*linear)(const float* x, int m, const Norm& norm, const Weight& w, bool is_added,
+                   float* out);
 
-    // out[m, n] = (sum_k q[m, k] w[n, k]) * scale[m] * w_scale[n] + bias[n], the sum in int32.
-    // w packed by pack_int8; bias may be null.
-    void (*gemm_int8)(const int16_t* q, const float* scale, int m, int k, const int8_t* w,
-                      const float* w_scale, const float* bias, int n, float* out);
+    // out [m, down.n] = (silu(gate) * up) down^T + bias, or added, for gate | up = norm(x) w^T + bias
+    // with the gated matrix gate_up.
+    void (*gated_mlp)(const float* x, int m, const Norm& norm, const Weight& gate_up,
+                      const Weight& down, bool is_added, float* out);
 
-    // out[m, n] = sum_k x[m, k] w[n, k] + bias[n], summed over k in ascending order, fused.
-    void (*gemm_f32)(const float* x, int m, int k, const float* w, const float* bias, int n,
-                     float* out);
-
-    // out = x / sqrt(mean(x^2) + eps) * weight, per row.
-    void (*rms_norm)(const float* x, const float* weight, float eps, int m, int k, float* out);
+    // out = x / sqrt(mean(x^2) + eps) * weight, per row of k.
+    void (*rms_norm)(const float* x, const Norm& norm, int m, int k, float* out);
 
     // Rotates in place each head of x [T, num_heads, head_dim] (rows `stride` floats apart) by its
     // position's angles: pairs (i, i + head_dim / 2). cos, sin [positions, head_dim / 2].
@@ -71,25 +130,33 @@ struct Kernels {
                  int head_dim, const float* cos, const float* sin);
 
     // Writes k, v [T, num_kv_heads, head_dim] (rows `stride` floats apart) to their slots,
-    // slot = block * block_size + offset in the block.
+    // slot = block * block_size + offset in the block; rows with kNoSlot are left out.
     void (*store_kv)(const KVLayout& kv, int layer, const float* k, const float* v, int64_t stride,
                      const int64_t* slots, int t);
 
     // out [T, num_heads, head_dim] = softmax(scale q K^T) V over the row's visible keys.
     // q rows are `q_stride` floats apart.
-    void (*attention)(const KVLayout& kv, int layer, const AttentionBatch& batch, const float* q,
-                      int64_t q_stride, int num_heads, float scale, float* out);
+    void (*attention)(const KVLayout& kv, int layer, const AttentionBatch& batch,
+                      const AttentionParams& params, const float* q, int64_t q_stride, float* out);
 
-    // out [M, K] = silu(x[:, :K]) * x[:, K:] for x [M, 2K].
-    void (*silu_and_mul)(const float* x, int m, int k, float* out);
+    // Operations of a second's worth of independent multiply-adds (counted as two) on the calling
+    // thread: int8 as linear uses them, and float. What no kernel can exceed.
+    double (*peak_int8)(double seconds);
+    double (*peak_float)(double seconds);
 };
 
-// Weight packing, the same for every instruction set; K and N are padded with zeros.
-//   int8:  [ceil(N/16)][ceil(K/2)][16][2]
-//   f32:   [ceil(N/16)][K][16]
+// Largest quantised key and query of the int16 store: head_dim products of two fit int32.
+int kv_int16_max(int head_dim);
+
+// Largest quantised value of the int16 store and largest probability it is multiplied with:
+// sixteen products of two fit int32.
+inline constexpr int kValueMax = 4095;
+inline constexpr int kProbabilityMax = 32767;
+
+// Weight packing; K and N are padded with zeros, K of int8 to whole groups.
 int64_t packed_size_int8(int n, int k);
 int64_t packed_size_f32(int n, int k);
-void pack_int8(const int8_t* w, int n, int k, int8_t* out);
+void pack_int8(const int8_t* w, int n, int k, int depth, int offset, int8_t* out);
 void pack_f32(const float* w, int n, int k, float* out);
 
 // The kernel sets this processor can run, best first, and the one in use.
@@ -97,6 +164,13 @@ std::vector<const Kernels*> available_kernels();
 const Kernels& kernels();
 bool select_kernels(const std::string& name);  // false: this processor cannot run it
 std::vector<std::string> cpu_features();
+
+// Operations per second of the kernels in use and bytes per second read from memory, all threads
+// together.
+struct Peaks {
+    double int8_ops, float_ops, memory_bytes;
+};
+Peaks measure_peaks(double seconds);
 
 // Threads that take part in a kernel, the caller included. Not to be called during a kernel.
 void set_num_threads(int n);

@@ -3,76 +3,82 @@
 #include <cmath>
 
 #include "isa.h"
-#include "simd.h"
-#include "thread_pool.h"
+#include "rows.h"
 
 namespace ANAPHORA_ISA {
 namespace {
 
 using anaphora::kPanel;
-using anaphora::parallel_for;
-
-constexpr int kRowsPerTask = 16;
-
-template <class Body>
-void for_rows(int m, Body&& body) {
-    parallel_for((m + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-        const int end = std::min(m, (task + 1) * kRowsPerTask);
-        for (int row = task * kRowsPerTask; row < end; ++row) body(row);
-    });
-}
-
-// Loads up to sixteen floats; the lanes beyond `count` are zero.
-inline f32x16 load_first(const float* p, int count) {
-    if (count >= kLanes) return load(p);
-    float lanes[kLanes] = {};
-    std::copy(p, p + count, lanes);
-    return load(lanes);
-}
-
-inline void store_first(float* p, f32x16 v, int count) {
-    if (count >= kLanes) {
-        store(p, v);
-        return;
-    }
-    float lanes[kLanes];
-    store(lanes, v);
-    std::copy(lanes, lanes + count, p);
-}
+using anaphora::KVLayout;
 
 inline void put(float* p, float x) { *p = x; }
 inline void put(half* p, float x) { *p = to_half(x); }
+inline void put(bfloat* p, float x) { *p = to_bfloat(x); }
 
 template <class Element>
-void store_kv_row(const anaphora::KVLayout& kv, int layer, const float* k, const float* v,
-                  int64_t slot) {
+void store_floats(const KVLayout& kv, int layer, const float* k, const float* v, int64_t slot) {
     const int dim = kv.head_dim;
-    auto* part = static_cast<Element*>(kv.data) + slot / kv.block_size * kv.block_elements() +
-                 2 * layer * kv.part_elements();
     const auto offset = static_cast<int>(slot % kv.block_size);
+    auto* keys = reinterpret_cast<Element*>(kv.part(slot / kv.block_size, layer, 0));
+    auto* values = reinterpret_cast<Element*>(kv.part(slot / kv.block_size, layer, 1));
+    keys += int64_t{offset / kPanel} * dim * kPanel + offset % kPanel;
+    values += int64_t{offset} * dim;
     for (int head = 0; head < kv.num_kv_heads; ++head) {
-        const int64_t base = int64_t{head} * kv.block_size * dim;
-        Element* keys = part + base + int64_t{offset / kPanel} * dim * kPanel + offset % kPanel;
-        Element* values = part + kv.part_elements() + base + int64_t{offset} * dim;
-        for (int d = 0; d < dim; ++d) put(keys + int64_t{d} * kPanel, k[head * dim + d]);
-        for (int d = 0; d < dim; ++d) put(values + d, v[head * dim + d]);
+        const int64_t base = head * kv.head_elements();
+        for (int d = 0; d < dim; ++d) put(keys + base + int64_t{d} * kPanel, k[head * dim + d]);
+        for (int d = 0; d < dim; ++d) put(values + base + d, v[head * dim + d]);
+    }
+}
+
+// One key or value rounded to whole numbers within +-limit, its scale max |x| / limit, NaN if an
+// element is not finite; `to` takes each element's place.
+template <class To>
+void store_rounded(const float* x, int dim, int limit, float* scale, To&& to) {
+    f32x16 lanes = set1(0.0f), damage = set1(0.0f);
+    for (int d = 0; d < dim; d += kLanes) {
+        const f32x16 v = load_first(x + d, dim - d);
+        lanes = max(lanes, abs(v));
+        damage = damage + v * set1(0.0f);
+    }
+    const float largest = reduce_max(lanes), poison = reduce_add(damage);
+    const auto bound = static_cast<float>(limit);
+    const bool is_zero = !(largest > 1e-30f);
+    const f32x16 inverse = set1(is_zero ? 0.0f : bound / largest);
+    *scale = (is_zero ? 0.0f : largest / bound) + poison;
+    for (int d = 0; d < dim; d += kLanes) {
+        int16_t rounded[kLanes];
+        store_i16(rounded, max(set1(-bound), min(set1(bound), round(load_first(x + d, dim - d) * inverse))));
+        for (int i = 0; i < std::min(kLanes, dim - d); ++i) *to(d + i) = rounded[i];
+    }
+}
+
+void store_int16(const KVLayout& kv, int layer, const float* k, const float* v, int64_t slot) {
+    const int dim = kv.head_dim, key_max = anaphora::kv_int16_max(dim);
+    const auto offset = static_cast<int>(slot % kv.block_size);
+    char* key_part = kv.part(slot / kv.block_size, layer, 0);
+    char* value_part = kv.part(slot / kv.block_size, layer, 1);
+    for (int head = 0; head < kv.num_kv_heads; ++head) {
+        auto* keys = reinterpret_cast<int16_t*>(key_part) + head * kv.head_elements() +
+                     int64_t{offset / kPanel} * dim * kPanel + offset % kPanel * 2;
+        auto* values = reinterpret_cast<int16_t*>(value_part) + head * kv.head_elements() +
+                       int64_t{offset / 2} * dim * 2 + offset % 2;
+        const int scale_at = head * kv.block_size + offset;
+        store_rounded(k + head * dim, dim, key_max, kv.scales(key_part) + scale_at,
+                      [&](int d) { return keys + d / 2 * 2 * kPanel + d % 2; });
+        store_rounded(v + head * dim, dim, anaphora::kValueMax, kv.scales(value_part) + scale_at,
+                      [&](int d) { return values + 2 * d; });
     }
 }
 
 }  // namespace
 
-void rms_norm(const float* x, const float* weight, float eps, int m, int k, float* out) {
+void rms_norm(const float* x, const anaphora::Norm& norm, int m, int k, float* out) {
     for_rows(m, [&](int row) {
         const float* in = x + int64_t{row} * k;
-        f32x16 squares = set1(0.0f);
+        const f32x16 inverse = set1(inverse_rms(in, k, norm.eps));
         for (int i = 0; i < k; i += kLanes) {
-            const f32x16 v = load_first(in + i, k - i);
-            squares = fma(v, v, squares);
-        }
-        const float mean = reduce_add(squares) / static_cast<float>(k);
-        const f32x16 inverse = set1(1.0f / std::sqrt(mean + eps));
-        for (int i = 0; i < k; i += kLanes) {
-            const f32x16 v = load_first(in + i, k - i) * inverse * load_first(weight + i, k - i);
+            const f32x16 v =
+                load_first(in + i, k - i) * inverse * load_first(norm.weight + i, k - i);
             store_first(out + int64_t{row} * k + i, v, k - i);
         }
     });
@@ -100,27 +106,19 @@ void rope(float* x, int64_t stride, const int32_t* positions, int t, int num_hea
     });
 }
 
-void store_kv(const anaphora::KVLayout& kv, int layer, const float* k, const float* v,
-              int64_t stride, const int64_t* slots, int t) {
-    for_rows(t, [&](int row) {
-        const float* keys = k + row * stride;
-        const float* values = v + row * stride;
-        if (kv.is_half)
-            store_kv_row<half>(kv, layer, keys, values, slots[row]);
-        else
-            store_kv_row<float>(kv, layer, keys, values, slots[row]);
-    });
-}
-
-void silu_and_mul(const float* x, int m, int k, float* out) {
-    for_rows(m, [&](int row) {
-        const float* gate = x + int64_t{row} * 2 * k;
-        for (int i = 0; i < k; i += kLanes) {
-            const f32x16 g = load_first(gate + i, k - i);
-            const f32x16 up = load_first(gate + k + i, k - i);
-            const f32x16 sigmoid = set1(1.0f) / (set1(1.0f) + exp(set1(0.0f) - g));
-            store_first(out + int64_t{row} * k + i, g * sigmoid * up, k - i);
+void store_kv(const KVLayout& kv, int layer, const float* k, const float* v, int64_t stride,
+              const int64_t* slots, int t) {
+    const auto store = [&] {
+        switch (kv.type) {
+            case anaphora::KVType::float32: return store_floats<float>;
+            case anaphora::KVType::float16: return store_floats<half>;
+            case anaphora::KVType::bfloat16: return store_floats<bfloat>;
+            default: return store_int16;
         }
+    }();
+    for_rows(t, [&](int row) {
+        if (slots[row] != anaphora::kNoSlot)
+            store(kv, layer, k + row * stride, v + row * stride, slots[row]);
     });
 }
 

@@ -1,5 +1,6 @@
 // Weights in the order in which the tiles of gemm.cpp read them.
 #include <algorithm>
+#include <cmath>
 
 #include "kernels.h"
 
@@ -8,23 +9,32 @@ namespace {
 
 int64_t panels(int n) { return (int64_t{n} + kPanel - 1) / kPanel; }
 
-// out[panel][k / depth][column][k % depth], padded with zeros.
+// out[panel][k / depth][column][k % depth] plus offset, columns and inputs padded with zeros (that
+// is, with the offset).
 template <class T>
-void pack(const T* w, int n, int k, int depth, T* out) {
-    const int64_t k_padded = (int64_t{k} + depth - 1) / depth * depth;
-    std::fill(out, out + panels(n) * kPanel * k_padded, T{0});
+void pack(const T* w, int n, int k, int64_t k_padded, int depth, int offset, T* out) {
+    std::fill(out, out + panels(n) * kPanel * k_padded, static_cast<T>(offset));
     for (int64_t row = 0; row < n; ++row) {
         T* panel = out + row / kPanel * kPanel * k_padded + row % kPanel * depth;
         for (int64_t i = 0; i < k; ++i)
-            panel[i / depth * depth * kPanel + i % depth] = w[row * k + i];
+            panel[i / depth * depth * kPanel + i % depth] =
+                static_cast<T>(w[row * k + i] + static_cast<T>(offset));
     }
 }
 
+int64_t whole_groups(int k) { return (int64_t{k} + kGroup - 1) / kGroup * kGroup; }
+
 }  // namespace
 
-int64_t packed_size_int8(int n, int k) { return panels(n) * kPanel * (int64_t{k} + k % 2); }
+int64_t packed_size_int8(int n, int k) { return panels(n) * kPanel * whole_groups(k); }
 int64_t packed_size_f32(int n, int k) { return panels(n) * kPanel * k; }
-void pack_int8(const int8_t* w, int n, int k, int8_t* out) { pack(w, n, k, 2, out); }
-void pack_f32(const float* w, int n, int k, float* out) { pack(w, n, k, 1, out); }
+void pack_int8(const int8_t* w, int n, int k, int depth, int offset, int8_t* out) {
+    pack(w, n, k, whole_groups(k), depth, offset, out);
+}
+void pack_f32(const float* w, int n, int k, float* out) { pack(w, n, k, k, 1, 0, out); }
+
+int kv_int16_max(int head_dim) {
+    return std::min(32767, static_cast<int>(std::sqrt(2147483647.0 / head_dim)));
+}
 
 }  // namespace anaphora

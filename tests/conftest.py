@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from anaphora.loaders.sources import resolve
+from anaphora.loaders.sources import CACHE_VARIABLE, models_dir, resolve
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's models, but a place of the tests' own for all else that a cache keeps."""
+    cache = tmp_path_factory.mktemp("cache")
+    models_dir().mkdir(parents=True, exist_ok=True)
+    (cache / "models").symlink_to(models_dir().resolve())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(cache))
+        yield
 
 
 @pytest.fixture(scope="session")

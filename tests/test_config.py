@@ -79,7 +79,7 @@ def test_wrong_options_are_named(options, text):
 
 
 def test_auto_keeps_kv_beside_the_weights():
-    assert EngineConfig(dtype="int8").resolved_kv_cache_dtype == "float16"
+    assert EngineConfig(dtype="int8").resolved_kv_cache_dtype == "int16"
     assert EngineConfig(dtype="float32").resolved_kv_cache_dtype == "float32"
     assert EngineConfig(dtype="int8", kv_cache_dtype="float32").resolved_kv_cache_dtype == "float32"
 

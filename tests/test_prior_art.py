@@ -106,7 +106,7 @@ class TestLeaks:
             driver.step()
             order += [i for i in ids if driver.tokens(i) and i not in order]
         assert order == ids
-        assert driver.num_cached(ids[-1]) == (144 if is_warm else 0)
+        assert driver.num_cached(ids[-1]) == (159 if is_warm else 0)
 
 
 class TestHitRate:

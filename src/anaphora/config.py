@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from anaphora.errors import ConfigError
 
 Dtype = Literal["int8", "float32"]
-KVCacheDtype = Literal["auto", "float16", "float32"]
+KVCacheDtype = Literal["auto", "int16", "float16", "bfloat16", "float32"]
 
 DEFAULT_MODEL = "smollm2"
 ATTENTION_PARTITION = 512  # tokens; attention sums in partitions of this size, see csrc/kernels.h
@@ -69,7 +69,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("int8", "float32"))
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float16", "float32"))
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
             if not isinstance(value, int | None):
@@ -113,11 +113,11 @@ class EngineConfig:
         return cls(model=model, **options)
 
     @property
-    def resolved_kv_cache_dtype(self) -> Literal["float16", "float32"]:
-        """``auto`` keeps K/V in float32 beside float32 weights and in float16 beside int8."""
+    def resolved_kv_cache_dtype(self) -> str:
+        """``auto`` keeps K/V in float32 beside float32 weights and in int16 beside int8."""
         if self.kv_cache_dtype != "auto":
             return self.kv_cache_dtype
-        return "float32" if self.dtype == "float32" else "float16"
+        return "float32" if self.dtype == "float32" else "int16"
 
 
 def _flag(name: str) -> str:

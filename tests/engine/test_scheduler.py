@@ -27,9 +27,13 @@ def driver(tiny_path):
 
 
 def test_the_last_prompt_token_is_always_computed(driver):
+    """And nothing else: a prompt that ends with a block finds that block too."""
     for length in (1, 15, 16, 17, 32, 33, 48):
         driver.run(prompt(1, length))
-        assert driver.run(prompt(1, length))[1] == (length - 1) // 16 * 16
+        before = driver.engine.stats().num_computed_tokens
+        assert driver.run(prompt(1, length), max_tokens=1)[1] == min(length // 16 * 16, length - 1)
+        computed = driver.engine.stats().num_computed_tokens - before
+        assert computed == max(length % 16, 1)
 
 
 def test_budget_bounds_every_step(tiny_path):
@@ -269,7 +273,7 @@ def test_thousands_of_followers_do_not_stop_a_stream(tiny_path):
         before = len(calls)
         driver.step()
         assert len(calls) - before <= 4
-    assert driver.engine.stats().num_computed_tokens == 160 + 499 * 16
+    assert driver.engine.stats().num_computed_tokens == 160 + 499
 
 
 def test_a_forced_hash_collision_is_caught_by_the_stored_tokens(driver, monkeypatch):

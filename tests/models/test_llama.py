@@ -73,8 +73,10 @@ def test_tiny_llama_int8_equals_its_twin(tmp_path):
         ops = backend("int8")
         with open_checkpoint(path) as checkpoint:
             model = load_model(checkpoint, ops)
-        results.append(all_logits(model, ops, list(range(3, 60)), "float16"))
-    np.testing.assert_allclose(*results, atol=0.02)
+        results.append(all_logits(model, ops, list(range(3, 60)), "int16"))
+    # a last-bit difference may round an activation the other way, a step of 1/127, here and there
+    np.testing.assert_allclose(*results, atol=0.1)
+    assert np.abs(results[0] - results[1]).mean() < 1e-3
 
 
 @pytest.mark.parametrize("prompt", range(NUM_PROMPTS))
@@ -111,7 +113,7 @@ def test_int8_stays_close_to_float32(smollm2, smollm2_path):
     assert len(ids) == 1500
     full = smollm2.engine.runner.model
     exact = log_softmax(all_logits(full, full.ops, ids))
-    near = log_softmax(all_logits(int8, ops, ids, "float16"))
+    near = log_softmax(all_logits(int8, ops, ids, "int16"))
     divergence = (np.exp(exact) * (exact - near)).sum(axis=1).mean()
     targets = np.arange(len(ids) - 1), np.asarray(ids[1:])
     perplexity = [float(np.exp(-logprobs[targets].mean())) for logprobs in (exact, near)]

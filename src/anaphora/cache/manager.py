@@ -18,7 +18,8 @@ class Cacheable(Protocol):
     """What the manager needs of a sequence. It fills ``block_table`` and ``block_keys``."""
 
     token_ids: list[int]
-    num_computed_tokens: int  # K and V exist for these
+    num_computed_tokens: int  # K and V exist for these, and the next step goes on after them
+    num_found_tokens: int  # in blocks that it found, which it never writes
     root_hash: BlockHash
     block_table: array.array[int]  # ids of the blocks it holds, in order
     block_keys: list[BlockKey]  # of its full blocks, each computed once
@@ -52,7 +53,7 @@ class CacheManager:
     def match(self, seq: Cacheable) -> list[Block]:
         """The longest run of findable blocks at the start of ``seq``. Changes no block.
 
-        Stops so that at least ``NUM_ALWAYS_COMPUTED`` tokens remain to be computed.
+        It may cover all tokens; ``start`` leaves the last one to be computed all the same.
         """
         matched: list[Block] = []
         for index in range(self._num_matchable(seq)):
@@ -85,6 +86,11 @@ class CacheManager:
         revived = sum(block.ref_count == 0 for block in matched)  # free now, not after start
         return new + revived <= self.pool.num_free
 
+    def num_cached_tokens(self, seq: Cacheable, matched: Sequence[Block]) -> int:
+        """Tokens of ``seq`` that need no computation with ``matched``: all but the last at most."""
+        found = len(matched) * self.block_size
+        return min(found, len(seq.token_ids) - NUM_ALWAYS_COMPUTED)
+
     def start(self, seq: Cacheable, matched: Sequence[Block], *, count: bool) -> None:
         """Gives ``matched`` (from ``match``, just now) to ``seq`` and announces what it computes.
 
@@ -94,7 +100,8 @@ class CacheManager:
         for block in matched:
             self.pool.hold(block)
         seq.block_table.extend(block.block_id for block in matched)
-        seq.num_computed_tokens = len(matched) * self.block_size
+        seq.num_found_tokens = len(matched) * self.block_size
+        seq.num_computed_tokens = self.num_cached_tokens(seq, matched)
         if count and self.enable_caching:
             self.stats.num_queries += len(seq.token_ids)
             self.stats.num_hits += seq.num_computed_tokens
@@ -114,7 +121,8 @@ class CacheManager:
         if not self.enable_caching:
             return
         full = seq.num_computed_tokens // self.block_size
-        for index in range(num_computed_before // self.block_size, full):
+        first = max(num_computed_before, seq.num_found_tokens) // self.block_size
+        for index in range(first, full):
             key = self._key(seq, index)
             self.pool.publish(self.pool.blocks[seq.block_table[index]], key)
             self._retract(seq, key)
@@ -123,7 +131,7 @@ class CacheManager:
         """Takes everything back from ``seq``: finished, aborted, failed or preempted."""
         self.pool.release([self.pool.blocks[block_id] for block_id in seq.block_table])
         del seq.block_table[:]
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_found_tokens = 0
         for key in seq.block_keys:  # followers take over what it did not finish
             self._retract(seq, key)
 
@@ -139,7 +147,7 @@ class CacheManager:
     def _num_matchable(self, seq: Cacheable) -> int:
         if not self.enable_caching:
             return 0
-        return (len(seq.token_ids) - NUM_ALWAYS_COMPUTED) // self.block_size
+        return len(seq.token_ids) // self.block_size
 
     def _key(self, seq: Cacheable, index: int) -> BlockKey:
         """The key of block ``index``; the keys of a sequence are computed once and in order."""

@@ -15,6 +15,7 @@ from anaphora.engine.runner import ModelRunner
 from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.sequence import Sequence
 from anaphora.loaders.checkpoint import open_checkpoint
+from anaphora.loaders.sources import packed_dir
 from anaphora.machine import usable_cores
 from anaphora.models.registry import load_model
 from anaphora.ops.api import Array, Ops
@@ -35,7 +36,7 @@ class Engine:
         threads = config.threads or usable_cores()
         ops = ops or NativeOps(config.dtype, threads)
         with open_checkpoint(Path(config.model)) as checkpoint:
-            model = load_model(checkpoint, ops)
+            model = load_model(checkpoint, ops, packed_dir())
             weights_digest, name = checkpoint.digest, checkpoint.name
             num_parameters = checkpoint.num_parameters
         layout = KVLayout(

@@ -7,7 +7,7 @@ import numpy as np
 from anaphora.engine.scheduler import Chunk
 from anaphora.models.registry import Model
 from anaphora.ops.api import Array
-from anaphora.ops.batch import Batch
+from anaphora.ops.batch import NO_SLOT, Batch
 from anaphora.ops.kv_store import KVStore
 
 
@@ -35,9 +35,8 @@ def make_batch(chunks: list[Chunk], block_size: int) -> Batch:
         block_tables[row, : len(seq.block_table)] = seq.block_table
         span = np.arange(start, start + chunk.num_tokens)
         positions.append(span)
-        slots.append(
-            block_tables[row, span // block_size].astype(np.int64) * block_size + span % block_size
-        )
+        own = block_tables[row, span // block_size].astype(np.int64) * block_size
+        slots.append(np.where(span < seq.num_found_tokens, NO_SLOT, own + span % block_size))
     lengths = [chunk.num_tokens for chunk in chunks]
     last_rows = np.cumsum(lengths) - 1
     return Batch(

@@ -106,7 +106,7 @@ class Scheduler:
             budget -= chunk.num_tokens
 
     def _start(self, seq: Sequence, matched: list[Block], budget: int) -> Chunk:
-        num_cached = len(matched) * self.cache.block_size
+        num_cached = self.cache.num_cached_tokens(seq, matched)
         num_tokens = min(len(seq.token_ids) - num_cached, budget)
         is_first_start = seq.num_cached_tokens is None
         # A request's other choices share the first one's prompt, which counts once.

@@ -60,6 +60,7 @@ class Sequence:
 
         # Filled by the cache manager.
         self.num_computed_tokens = 0
+        self.num_found_tokens = 0  # in blocks that it shares and never writes
         self.block_table = array.array("i")
         self.block_keys: list[BlockKey] = []
 

@@ -119,11 +119,20 @@ def pull(name: str, *, cache_dir: Path | None = None, show_progress: bool = True
 
 def models_dir(cache_dir: Path | None = None) -> Path:
     """Where pulled models lie: under ``cache_dir``, $ANAPHORA_CACHE or the user's cache."""
+    return _cache_root(cache_dir) / "models"
+
+
+def packed_dir(cache_dir: Path | None = None) -> Path:
+    """Where packed weights lie, beside ``models_dir``."""
+    return _cache_root(cache_dir) / "packed"
+
+
+def _cache_root(cache_dir: Path | None) -> Path:
     if cache_dir is None:
         own = os.environ.get(CACHE_VARIABLE)
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         cache_dir = Path(own) if own else Path(base) / "anaphora"
-    return cache_dir.expanduser() / "models"
+    return cache_dir.expanduser()
 
 
 def _sweep(directory: Path) -> None:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from anaphora.loaders.checkpoint import Checkpoint
+from anaphora.loaders.packed import PackedWeights
 from anaphora.models.config import ModelConfig
 from anaphora.models.layers import rope_inverse_frequencies, rope_table
-from anaphora.ops.api import Array, Linear, Ops
+from anaphora.ops.api import Array, Linear, Norm, Ops
 from anaphora.ops.batch import Batch
 from anaphora.ops.kv_store import KVStore
+
+PackLinear = Callable[[Array, Array | None], Linear]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderLayer:
     """One layer's weights; what reads the same input is one matrix."""
 
-    input_layernorm: Array
+    input_layernorm: Norm
     qkv_proj: Linear  # q | k | v rows
     o_proj: Linear
-    post_attention_layernorm: Array
+    post_attention_layernorm: Norm
     gate_up_proj: Linear  # gate | up rows
     down_proj: Linear
 
@@ -30,41 +35,63 @@ class DecoderLayer:
 class Llama:
     """Weights and forward pass. Raises ``CorruptCheckpoint`` that names a bad tensor."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops, packed: PackedWeights
+    ) -> None:
         self.config = config
         self.ops = ops
         vocab_shape = (config.vocab_size, config.hidden_size)
-        embedding = checkpoint.read("model.embed_tokens.weight", vocab_shape)
-        self.embed_tokens = ops.pack_embedding(embedding)
-        head = embedding
-        if not config.tie_word_embeddings:
-            head = checkpoint.read("lm_head.weight", vocab_shape)
-        self.lm_head = ops.pack_linear(head)
-        del embedding, head  # the largest tensors: free them before the layers come
-        self.layers = [self._load_layer(checkpoint, i) for i in range(config.num_hidden_layers)]
-        self.norm = checkpoint.read("model.norm.weight", (config.hidden_size,))
+
+        def read(name: str) -> Array:
+            return checkpoint.read(name, vocab_shape)
+
+        embedding = functools.cache(read)  # the head may be the same matrix
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.embed_tokens = packed.array(
+            "embed_tokens", lambda: ops.pack_embedding(embedding("model.embed_tokens.weight"))
+        )
+        self.lm_head = packed.linear(
+            "lm_head", lambda: ops.pack_linear(embedding(f"{head}.weight"))
+        )
+        embedding.cache_clear()  # the largest tensors: free them before the layers come
+        self.layers = [
+            self._load_layer(checkpoint, packed, i) for i in range(config.num_hidden_layers)
+        ]
+        self.norm = self._load_norm(checkpoint, packed, "model.norm")
         self.set_max_model_len(1)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepares the angles of so many positions; what is left of memory decides how many."""
-        self.cos, self.sin = rope_table(rope_inverse_frequencies(self.config), max_model_len)
+        table = rope_table(rope_inverse_frequencies(self.config), max_model_len)
+        self.rope = self.ops.load_rope(*table)
 
-    def _load_layer(self, checkpoint: Checkpoint, index: int) -> DecoderLayer:
-        c = self.config
+    def _load_norm(self, checkpoint: Checkpoint, packed: PackedWeights, name: str) -> Norm:
+        shape = (self.config.hidden_size,)
+        weight = packed.array(name, lambda: checkpoint.read(f"{name}.weight", shape))
+        return self.ops.load_norm(weight, self.config.rms_norm_eps)
+
+    def _load_layer(
+        self, checkpoint: Checkpoint, packed: PackedWeights, index: int
+    ) -> DecoderLayer:
+        c, ops = self.config, self.ops
         prefix = f"model.layers.{index}."
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
 
-        def linear(module: str, in_size: int, *parts: tuple[str, int]) -> Linear:
+        def linear(
+            module: str, in_size: int, *parts: tuple[str, int], pack: PackLinear = ops.pack_linear
+        ) -> Linear:
             names = [(f"{prefix}{module}.{name}", size) for name, size in parts]
-            weights = [checkpoint.read(f"{name}.weight", (size, in_size)) for name, size in names]
-            has_bias = checkpoint.has(f"{names[0][0]}.bias")
-            biases = [checkpoint.read(f"{n}.bias", (size,)) for n, size in names if has_bias]
-            return self.ops.pack_linear(
-                np.concatenate(weights), np.concatenate(biases) if biases else None
-            )
 
-        def norm(name: str) -> Array:
-            return checkpoint.read(f"{prefix}{name}.weight", (c.hidden_size,))
+            def make() -> Linear:
+                weights = [checkpoint.read(f"{n}.weight", (size, in_size)) for n, size in names]
+                has_bias = checkpoint.has(f"{names[0][0]}.bias")
+                biases = [checkpoint.read(f"{n}.bias", (size,)) for n, size in names if has_bias]
+                return pack(np.concatenate(weights), np.concatenate(biases) if biases else None)
+
+            return packed.linear(names[0][0], make)
+
+        def norm(name: str) -> Norm:
+            return self._load_norm(checkpoint, packed, prefix + name)
 
         return DecoderLayer(
             input_layernorm=norm("input_layernorm"),
@@ -82,40 +109,42 @@ class Llama:
                 c.hidden_size,
                 ("gate_proj", c.intermediate_size),
                 ("up_proj", c.intermediate_size),
+                pack=ops.pack_gate_up,
             ),
             down_proj=linear("mlp", c.intermediate_size, ("down_proj", c.hidden_size)),
         )
 
     def forward(self, batch: Batch, store: KVStore) -> Array:
         """Runs the batch, writes its K/V to ``store``; logits [R, vocab] of its logit rows."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        hidden = ops.embed(self.embed_tokens, batch.token_ids)  # [T, hidden]
-        for index, layer in enumerate(self.layers):
-            x = ops.rms_norm(hidden, layer.input_layernorm, eps)
-            hidden += self._attention(index, layer, x, batch, store)
-            x = ops.rms_norm(hidden, layer.post_attention_layernorm, eps)
-            x = ops.silu_and_mul(ops.linear(x, layer.gate_up_proj))
-            hidden += ops.linear(x, layer.down_proj)
-        hidden = ops.rms_norm(hidden[batch.logit_rows], self.norm, eps)
-        return ops.linear(hidden, self.lm_head)
-
-    def _attention(
-        self, index: int, layer: DecoderLayer, x: Array, batch: Batch, store: KVStore
-    ) -> Array:
         c, ops = self.config, self.ops
-        qkv = ops.linear(x, layer.qkv_proj).reshape(len(x), -1, c.head_dim)  # [T, q + k + v, dim]
-        num_q, num_kv = c.num_attention_heads, c.num_key_value_heads
-        ops.rope(qkv[:, : num_q + num_kv], batch.positions, self.cos, self.sin)
-        ops.store_kv(store, index, qkv[:, num_q : num_q + num_kv], qkv[:, num_q + num_kv :], batch)
-        out = ops.attention(qkv[:, :num_q], store, index, batch, c.head_dim**-0.5)
-        return ops.linear(out, layer.o_proj)
+        num_tokens = len(batch)
+        num_heads = c.num_attention_heads + 2 * c.num_key_value_heads
+        scale = c.head_dim**-0.5
+        hidden = ops.embed(self.embed_tokens, batch.token_ids)  # [T, hidden]
+        # Every layer writes to the same memory.
+        qkv = np.empty((num_tokens, num_heads, c.head_dim), np.float32)
+        flat_qkv = qkv.reshape(num_tokens, -1)
+        attended = np.empty((num_tokens, c.num_attention_heads * c.head_dim), np.float32)
+        for index, layer in enumerate(self.layers):
+            ops.linear(hidden, layer.qkv_proj, norm=layer.input_layernorm, out=flat_qkv)
+            ops.rope_and_store(qkv, self.rope, store, index, batch)
+            ops.attention(qkv, store, index, batch, scale=scale, out=attended)
+            ops.linear(attended, layer.o_proj, add_to=hidden)
+            ops.gated_mlp(
+                hidden,
+                layer.gate_up_proj,
+                layer.down_proj,
+                norm=layer.post_attention_layernorm,
+                add_to=hidden,
+            )
+        return ops.linear(hidden[batch.logit_rows], self.lm_head, norm=self.norm)
 
     @property
     def weight_bytes(self) -> int:
         """Memory of all weights."""
         linears = [self.lm_head]
-        arrays: list[npt.NDArray[np.generic]] = [self.embed_tokens, self.norm]
+        arrays: list[npt.NDArray[np.generic]] = [self.embed_tokens, self.norm.weight]
         for layer in self.layers:
             linears += [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj]
-            arrays += [layer.input_layernorm, layer.post_attention_layernorm]
+            arrays += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
         return sum(w.num_bytes for w in linears) + sum(a.nbytes for a in arrays)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from anaphora.errors import UnsupportedModel
 from anaphora.loaders.checkpoint import Checkpoint
+from anaphora.loaders.packed import PackedWeights
 from anaphora.models.config import ModelConfig
 from anaphora.models.llama import Llama
 from anaphora.ops.api import Array, Ops
@@ -32,12 +34,14 @@ class Model(Protocol):
 MODELS = {"llama": Llama}
 
 
-def load_model(checkpoint: Checkpoint, ops: Ops) -> Model:
-    """The checkpoint's architecture with its weights packed for ``ops``."""
+def load_model(checkpoint: Checkpoint, ops: Ops, packed_dir: Path | None = None) -> Model:
+    """The checkpoint's architecture with its weights packed for ``ops``, kept in ``packed_dir``."""
     config = checkpoint.config
     if config.model_type not in MODELS:
         raise UnsupportedModel(
             f"model_type {config.model_type!r} is not implemented; "
             f"Anaphora has {', '.join(sorted(MODELS))}"
         )
-    return MODELS[config.model_type](config, checkpoint, ops)
+    digest = checkpoint.digest if packed_dir else b""
+    with PackedWeights(packed_dir, digest, ops) as packed:
+        return MODELS[config.model_type](config, checkpoint, ops, packed)

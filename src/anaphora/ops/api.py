@@ -21,13 +21,14 @@ Array = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A weight as its backend packed it. Only that backend looks inside ``data``."""
+    """A weight as its backend packed it. Only that backend looks inside ``data`` and ``handle``."""
 
     in_features: int
     out_features: int
     data: npt.NDArray[Any]
     scale: Array | None  # per output channel, int8 only
     bias: Array | None
+    handle: Any = None
 
     @property
     def num_bytes(self) -> int:
@@ -35,16 +36,57 @@ class Linear:
         return sum(a.nbytes for a in (self.data, self.scale, self.bias) if a is not None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """Root mean square normalisation: x / sqrt(mean(x^2) + eps) * weight."""
+
+    weight: Array  # [hidden]
+    eps: float
+    handle: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Angles of rotary positions (Su et al., 2021), each [positions, head_dim / 2]."""
+
+    cos: Array
+    sin: Array
+    handle: Any = None
+
+
 class Ops(Protocol):
     """A backend. Activations are float32 and row-major; T is the number of tokens."""
 
     name: str
 
+    @property
+    def layout(self) -> str | None:
+        """Names the form of packed weights; None if packing them costs nothing."""
+
+    def load_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        data: npt.NDArray[Any],
+        scale: Array | None,
+        bias: Array | None,
+    ) -> Linear:
+        """The weight that ``pack_linear`` of the same ``layout`` once made, from its arrays."""
+
     def pack_linear(self, weight: Array, bias: Array | None = None) -> Linear:
         """Packs ``weight`` [out, in] and ``bias`` [out] in this backend's precision."""
 
+    def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
+        """As ``pack_linear`` for gate | up rows [2 * n, in], to be used by ``gated_mlp``."""
+
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         """The table [vocab, hidden] that ``embed`` reads, in this backend's precision."""
+
+    def load_norm(self, weight: Array, eps: float) -> Norm:
+        """A norm that this backend's operations take."""
+
+    def load_rope(self, cos: Array, sin: Array) -> Rope:
+        """Angles that this backend's operations take."""
 
     def create_kv_store(self, layout: KVLayout, num_blocks: int) -> KVStore:
         """Memory for ``num_blocks`` blocks."""
@@ -52,26 +94,54 @@ class Ops(Protocol):
     def embed(self, table: npt.NDArray[Any], token_ids: Int32) -> Array:
         """Rows of ``table`` as [T, hidden]."""
 
-    def linear(self, x: Array, weight: Linear) -> Array:
-        """x [T, in] times the weight, plus its bias, as [T, out]."""
+    def linear(
+        self,
+        x: Array,
+        weight: Linear,
+        *,
+        norm: Norm | None = None,
+        add_to: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """x [T, in], normalised first if ``norm`` is given, times the weight plus its bias.
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """x [T, hidden] / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019)."""
-
-    def rope(self, x: Array, positions: Int32, cos: Array, sin: Array) -> None:
-        """Rotates each head of x [T, heads, head_dim] in place: pairs (i, i + head_dim / 2).
-
-        ``cos`` and ``sin`` are [positions, head_dim / 2] (Su et al., 2021).
+        The result [T, out] is new, written to ``out``, or added to ``add_to`` in place.
         """
 
-    def store_kv(self, store: KVStore, layer: int, k: Array, v: Array, batch: Batch) -> None:
-        """Writes k and v [T, kv_heads, head_dim] to the batch's slots."""
+    def gated_mlp(
+        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
+    ) -> None:
+        """Adds silu(gate) * up times ``down``, for gate | up = norm(x) times ``gate_up``.
 
-    def attention(self, q: Array, store: KVStore, layer: int, batch: Batch, scale: float) -> Array:
-        """Attention of q [T, heads, head_dim] over the store, as [T, heads * head_dim].
+        ``x`` and ``add_to`` [T, hidden] may be the same.
+        """
+
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
+        """x [T, hidden] normalised (Zhang and Sennrich, 2019)."""
+
+    def rope_and_store(
+        self, qkv: Array, rope: Rope, store: KVStore, layer: int, batch: Batch
+    ) -> None:
+        """Rotates q and k of qkv [T, heads + 2 * kv_heads, head_dim] in place by their positions.
+
+        Pairs are (i, i + head_dim / 2). k and v then go to the batch's slots of the store.
+        """
+
+    def attention(
+        self,
+        qkv: Array,
+        store: KVStore,
+        layer: int,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int = 0,
+        sinks: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Attention of q, the first heads of qkv, over the store, as [T, heads * head_dim].
 
         K and V of the batch's own tokens must have been stored: nothing is read from elsewhere.
+        A token sees the last ``window`` keys up to its own (0: all). ``sinks`` [heads] are logits
+        of keys without values, which take their share of the softmax (Xiao et al., 2023).
         """
-
-    def silu_and_mul(self, x: Array) -> Array:
-        """silu(gate) * up for x [T, 2 * n] = gate | up, as [T, n]."""

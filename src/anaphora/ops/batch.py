@@ -10,6 +10,8 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
+NO_SLOT = -1  # K and V of this token are in the store already and stay as they are
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -21,7 +23,7 @@ class Batch:
     token_ids: Int32  # [T]
     positions: Int32  # [T] in the sequence, from 0
     seq_index: Int32  # [T] the token's row in block_tables
-    slots: Int64  # [T] where its K and V go: block_id * block_size + offset
+    slots: Int64  # [T] where its K and V go: block_id * block_size + offset, or NO_SLOT
     block_tables: Int32  # [S, max_blocks], unused entries 0
     logit_rows: Int32  # [R] the tokens whose logits are wanted
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import mmap
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,31 +17,45 @@ from anaphora.errors import ConfigError
 PANEL = 16  # keys that are scored side by side, as kPanel in csrc/kernels.h
 
 
+STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int16": np.int16}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVLayout:
     """How many bytes a block has and where its parts lie.
 
     A block is one contiguous run, all layers' K and V of ``block_size`` tokens::
 
-        [num_layers][ K: [num_kv_heads][block_size/16][head_dim][16]
-                      V: [num_kv_heads][block_size][head_dim]        ]
+        float32, float16, bfloat16
+            [num_layers][ K: [num_kv_heads][block_size/16][head_dim][16]
+                          V: [num_kv_heads][block_size][head_dim]        ]
+        int16
+            [num_layers][ K: [num_kv_heads][block_size/16][head_dim/2][16][2], scales
+                          V: [num_kv_heads][block_size/2][head_dim][2],        scales ]
+            with float32 scales [num_kv_heads][block_size], one for each token and head
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: str  # "float16" or "float32"
+    dtype: str  # a key of STORAGE
+
+    @property
+    def part_elements(self) -> int:
+        """Numbers of K, or of V, of one layer in a block; a scale takes the room of two int16."""
+        scales = 2 * self.block_size if self.dtype == "int16" else 0
+        return self.num_kv_heads * (self.block_size * self.head_dim + scales)
 
     @property
     def block_elements(self) -> int:
         """Numbers in a block."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
+        return 2 * self.num_layers * self.part_elements
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return self.block_elements * np.dtype(self.dtype).itemsize
+        return self.block_elements * np.dtype(STORAGE[self.dtype]).itemsize
 
 
 class KVStore:
@@ -65,15 +81,41 @@ class KVStore:
                     self._memory.madvise(getattr(mmap, advice))
         # [num_blocks, block_elements]
         self.data: npt.NDArray[np.generic] = np.frombuffer(
-            self._memory, dtype=layout.dtype
+            self._memory, dtype=STORAGE[layout.dtype]
         ).reshape(num_blocks, layout.block_elements)
 
-    def keys_and_values(self, block_id: int) -> tuple[npt.NDArray[np.float32], ...]:
-        """One block's K and V as ``[num_layers, num_kv_heads, block_size, head_dim]`` copies."""
+    def parts(self, layer: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Views of one layer's K and V in all blocks, as stored, without scales.
+
+        K ``[num_blocks, num_kv_heads, block_size/16, 16, ...]`` and V ``[num_blocks, num_kv_heads,
+        block_size/n, n, ...]`` for a token's block, two parts of its offset, and its elements.
+        """
         lay = self.layout
-        parts = self.data[block_id].reshape(lay.num_layers, 2, -1)
-        panels = lay.block_size // PANEL
-        keys = parts[:, 0].reshape(-1, lay.num_kv_heads, panels, lay.head_dim, PANEL)
-        keys = keys.swapaxes(3, 4).reshape(-1, lay.num_kv_heads, lay.block_size, lay.head_dim)
-        values = parts[:, 1].reshape(-1, lay.num_kv_heads, lay.block_size, lay.head_dim)
-        return keys.astype(np.float32), values.astype(np.float32)
+        parts = self.data.reshape(self.num_blocks, lay.num_layers, 2, lay.part_elements)
+        k, v = parts[:, layer, 0], parts[:, layer, 1]
+        heads, panels, dim = lay.num_kv_heads, lay.block_size // PANEL, lay.head_dim
+        if lay.dtype == "int16":
+            k = _split(k, heads, panels, dim // 2, PANEL, 2).swapaxes(3, 4)
+            return k, _split(v, heads, lay.block_size // 2, dim, 2).swapaxes(3, 4)
+        k = _split(k, heads, panels, dim, PANEL).swapaxes(3, 4)
+        return k, _split(v, heads, lay.block_size, 1, dim)
+
+    def scales(self, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Views of one layer's scales of K and V, ``[num_blocks, num_kv_heads, block_size]``."""
+        lay = self.layout
+        parts = self.data.reshape(self.num_blocks, lay.num_layers, 2, lay.part_elements)
+        count = 2 * lay.num_kv_heads * lay.block_size
+        k, v = (
+            parts[:, layer, part, -count:]
+            .view(np.float32)
+            .reshape(-1, lay.num_kv_heads, lay.block_size)
+            for part in (0, 1)
+        )
+        return k, v
+
+
+def _split(part: npt.NDArray[Any], *shape: int) -> npt.NDArray[Any]:
+    """``part`` [num_blocks, elements] as a view [num_blocks, *shape]."""
+    item = part.itemsize
+    strides = [item * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(part, (len(part), *shape), (part.strides[0], *strides))

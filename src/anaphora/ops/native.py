@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +10,12 @@ import numpy.typing as npt
 from anaphora import _native
 from anaphora.config import Dtype
 from anaphora.machine import usable_cores
-from anaphora.ops.api import Array, Linear
+from anaphora.ops.api import Array, Linear, Norm, Rope
 from anaphora.ops.batch import Batch, Int32
 from anaphora.ops.kv_store import KVLayout, KVStore
-from anaphora.ops.quant import activation_max, quantize_weight
+from anaphora.ops.quant import quantize_weight
+
+_ALIGNMENT = 64  # bytes; a vector register, so that no load crosses a cache line
 
 
 class NativeKVStore(KVStore):
@@ -22,7 +24,12 @@ class NativeKVStore(KVStore):
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         super().__init__(layout, num_blocks)
         self.view = _native.KVView(
-            self.data, layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_dim
+            self.data,
+            layout.dtype,
+            layout.num_layers,
+            layout.num_kv_heads,
+            layout.block_size,
+            layout.head_dim,
         )
 
 
@@ -32,6 +39,8 @@ class NativeOps:
     def __init__(self, dtype: Dtype, threads: int | None = None) -> None:
         self.dtype = dtype
         self.name = f"native {_native.kernel_name()}"
+        self.layout = _native.layout_name(dtype == "int8")
+        self._batch: tuple[Batch, KVStore, _native.BatchView] | None = None
         _native.set_num_threads(threads or usable_cores())
 
     def pack_linear(self, weight: Array, bias: Array | None = None) -> Linear:
@@ -39,18 +48,45 @@ class NativeOps:
         scale: Array | None = None
         if self.dtype == "int8":
             quantized, scale = quantize_weight(weight)
-            data: npt.NDArray[Any] = np.empty(_native.packed_size_int8(n, k), np.int8)
+            data: npt.NDArray[Any] = _aligned(_native.packed_size_int8(n, k), np.int8)
             _native.pack_int8(quantized, data)
             scale = _pad(scale)
         else:
-            data = np.empty(_native.packed_size_f32(n, k), np.float32)
+            data = _aligned(_native.packed_size_f32(n, k), np.float32)
             _native.pack_f32(np.ascontiguousarray(weight), data)
         bias = None if bias is None else _pad(bias)
-        return Linear(in_features=k, out_features=n, data=data, scale=scale, bias=bias)
+        return self.load_linear(k, n, data, scale, bias)
+
+    def load_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        data: npt.NDArray[Any],
+        scale: Array | None,
+        bias: Array | None,
+    ) -> Linear:
+        return Linear(
+            in_features=in_features,
+            out_features=out_features,
+            data=data,
+            scale=scale,
+            bias=bias,
+            handle=_native.Weight(data, scale, bias, out_features, in_features, self.layout),
+        )
+
+    def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
+        # Panels of gate and up take turns, so that a tile has both halves of its columns.
+        return self.pack_linear(_take_turns(weight), None if bias is None else _take_turns(bias))
 
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         # A lookup reads few rows, so half precision is for memory, not for speed.
         return weight.astype(np.float16) if self.dtype == "int8" else weight
+
+    def load_norm(self, weight: Array, eps: float) -> Norm:
+        return Norm(weight=weight, eps=eps, handle=_native.Norm(weight, eps))
+
+    def load_rope(self, cos: Array, sin: Array) -> Rope:
+        return Rope(cos=cos, sin=sin, handle=_native.Rope(cos, sin))
 
     def create_kv_store(self, layout: KVLayout, num_blocks: int) -> KVStore:
         return NativeKVStore(layout, num_blocks)
@@ -58,42 +94,83 @@ class NativeOps:
     def embed(self, table: npt.NDArray[Any], token_ids: Int32) -> Array:
         return table[token_ids].astype(np.float32)
 
-    def linear(self, x: Array, weight: Linear) -> Array:
-        m, k = x.shape
-        out = np.empty((m, weight.out_features), np.float32)
-        if weight.scale is None:
-            _native.gemm_f32(x, weight.data, weight.bias, out)
-            return out
-        quantized = np.empty((m, k + k % 2), np.int16)
-        scale = np.empty(m, np.float32)
-        _native.quantize_rows(x, activation_max(k), quantized, scale)
-        _native.gemm_int8(quantized, scale, k, weight.data, weight.scale, weight.bias, out)
+    def linear(
+        self,
+        x: Array,
+        weight: Linear,
+        *,
+        norm: Norm | None = None,
+        add_to: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        before = None if norm is None else norm.handle
+        if add_to is not None:
+            _native.linear(x, weight.handle, add_to, True, before)
+            return add_to
+        if out is None:
+            out = np.empty((len(x), weight.out_features), np.float32)
+        _native.linear(x, weight.handle, out, False, before)
         return out
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+    def gated_mlp(
+        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
+    ) -> None:
+        _native.gated_mlp(x, gate_up.handle, down.handle, add_to, True, norm.handle)
+
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
         out = np.empty_like(x)
-        _native.rms_norm(x, weight, eps, out)
+        _native.rms_norm(x, norm.handle, out)
         return out
 
-    def rope(self, x: Array, positions: Int32, cos: Array, sin: Array) -> None:
-        _native.rope(x, positions, cos, sin)
-
-    def store_kv(self, store: KVStore, layer: int, k: Array, v: Array, batch: Batch) -> None:
+    def rope_and_store(
+        self, qkv: Array, rope: Rope, store: KVStore, layer: int, batch: Batch
+    ) -> None:
         assert isinstance(store, NativeKVStore)
-        _native.store_kv(store.view, layer, k, v, batch.slots)
+        view = self._view(batch, store)
+        _native.rope_and_store(store.view, layer, qkv, view, rope.handle)
 
-    def attention(self, q: Array, store: KVStore, layer: int, batch: Batch, scale: float) -> Array:
+    def attention(
+        self,
+        qkv: Array,
+        store: KVStore,
+        layer: int,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int = 0,
+        sinks: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
         assert isinstance(store, NativeKVStore)
-        out = np.empty(q.shape, np.float32)
-        _native.attention(
-            store.view, layer, q, batch.positions, batch.seq_index, batch.block_tables, scale, out
-        )
-        return out.reshape(len(q), -1)
-
-    def silu_and_mul(self, x: Array) -> Array:
-        out = np.empty((len(x), x.shape[1] // 2), np.float32)
-        _native.silu_and_mul(x, out)
+        if out is None:
+            num_tokens, num_heads, head_dim = qkv.shape
+            num_heads -= 2 * store.layout.num_kv_heads
+            out = np.empty((num_tokens, num_heads * head_dim), np.float32)
+        view = self._view(batch, store)
+        _native.attention(store.view, layer, qkv, view, scale, out, window, sinks)
         return out
+
+    def _view(self, batch: Batch, store: NativeKVStore) -> _native.BatchView:
+        """The batch as the kernels read it, checked and ordered once for all layers."""
+        if self._batch is None or self._batch[0] is not batch or self._batch[1] is not store:
+            view = _native.BatchView(
+                store.view, batch.positions, batch.seq_index, batch.slots, batch.block_tables
+            )
+            self._batch = (batch, store, view)
+        return self._batch[2]
+
+
+class Peaks(NamedTuple):
+    """What this machine can do at most, all threads together; a multiply-add is two operations."""
+
+    int8_ops_per_second: float
+    float_ops_per_second: float
+    memory_bytes_per_second: float
+
+
+def measure_peaks(seconds: float = 0.5) -> Peaks:
+    """Measures for about ``seconds`` each, with the kernels and threads in use."""
+    return Peaks(*_native.measure_peaks(seconds))
 
 
 def cpu_features() -> list[str]:
@@ -111,8 +188,26 @@ def kernel_name() -> str:
     return _native.kernel_name()
 
 
+def _aligned(size: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """An uninitialised vector [size] that begins at a multiple of ``_ALIGNMENT`` bytes."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype)
+
+
 def _pad(vector: Array) -> Array:
     """Zeros up to a whole panel: the kernels read per-channel vectors sixteen at a time."""
     padded = np.zeros(-(-len(vector) // _native.PANEL) * _native.PANEL, np.float32)
     padded[: len(vector)] = vector
     return padded
+
+
+def _take_turns(gate_up: Array) -> Array:
+    """gate | up rows [2 * n, ...] with whole panels of the two in turn, padded with zeros."""
+    n = len(gate_up) // 2
+    panels = -(-n // _native.PANEL)
+    halves = np.zeros((2, panels * _native.PANEL, *gate_up.shape[1:]), np.float32)
+    halves[:, :n] = gate_up.reshape(2, n, *gate_up.shape[1:])
+    in_turn = halves.reshape(2, panels, _native.PANEL, *gate_up.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(in_turn).reshape(-1, *gate_up.shape[1:])

@@ -1,7 +1,7 @@
-"""The numbers of the int8 mode: weights per output channel, activations per token.
+"""The numbers of the int8 mode: weights per output channel, activations per group of 32 inputs.
 
-An int8 product is a sum of K terms of at most 127 * qmax, and it must fit int32, so qmax, the
-largest activation, is 2047 (12 bits) as long as K allows and less for longer rows.
+A group's products are summed in integers, exactly; one multiplication by the activations' scale
+and one addition per group follow, groups in ascending order.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-WEIGHT_MAX = 127
-ACTIVATION_MAX = 2047
-
-
-def activation_max(in_features: int) -> int:
-    """The largest quantised activation whose product over ``in_features`` cannot overflow."""
-    return min(ACTIVATION_MAX, (2**31 - 1) // (in_features * WEIGHT_MAX))
+INT8_MAX = 127
+GROUP = 32  # inputs of a row that share a scale, as kGroup in csrc/kernels.h
+_SMALLEST = np.float32(1e-30)  # a group without a larger value is zero: 127 / x must stay finite
 
 
 def quantize_weight(
@@ -23,6 +19,27 @@ def quantize_weight(
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """``weight`` [N, K] as int8 [N, K] and scales [N] with weight ~ int8 * scale."""
     largest = np.abs(weight).max(axis=1)
-    scale = (largest / np.float32(WEIGHT_MAX)).astype(np.float32)
-    inverse = np.divide(WEIGHT_MAX, largest, out=np.zeros_like(largest), where=largest > 0)
+    scale = (largest / np.float32(INT8_MAX)).astype(np.float32)
+    inverse = np.divide(INT8_MAX, largest, out=np.zeros_like(largest), where=largest > 0)
     return np.rint(weight * inverse[:, None]).astype(np.int8), scale
+
+
+def quantize_groups(
+    x: npt.NDArray[np.float32], limit: int = INT8_MAX, group: int = GROUP
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """x [M, K], zero-padded, as whole numbers [M, G, group] within +-limit and scales [M, G].
+
+    A group with an infinite or NaN value gets the scale NaN, so that the damage shows.
+    """
+    num_groups = -(-x.shape[1] // group)
+    groups = np.zeros((len(x), num_groups * group), np.float32)
+    groups[:, : x.shape[1]] = x
+    groups = groups.reshape(len(x), num_groups, group)
+    is_sound = np.asarray(np.isfinite(groups).all(axis=2))
+    groups = np.where(is_sound[..., None], groups, np.float32(0))
+    largest = np.abs(groups).max(axis=2)
+    has_values = largest > _SMALLEST
+    inverse = np.divide(np.float32(limit), largest, out=np.zeros_like(largest), where=has_values)
+    scale = np.where(has_values, largest / np.float32(limit), np.float32(0))
+    rounded = np.clip(np.rint(groups * inverse[..., None]), -limit, limit)
+    return rounded, np.where(is_sound, scale, np.float32(np.nan))

@@ -6,22 +6,25 @@ rounding; bit for bit it does in ``native``.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from anaphora.config import ATTENTION_PARTITION, Dtype
-from anaphora.ops.api import Array, Linear
-from anaphora.ops.batch import Batch, Int32
+from anaphora.ops.api import Array, Linear, Norm, Rope
+from anaphora.ops.batch import NO_SLOT, Batch, Int32
 from anaphora.ops.kv_store import PANEL, KVLayout, KVStore
-from anaphora.ops.quant import activation_max, quantize_weight
+from anaphora.ops.quant import GROUP, quantize_groups, quantize_weight
 
 
 class ReferenceOps:
     """See ``ops.api.Ops``."""
 
     name = "reference"
+    layout = None
 
     def __init__(self, dtype: Dtype) -> None:
         self.dtype = dtype
@@ -32,10 +35,31 @@ class ReferenceOps:
         if self.dtype == "int8":
             data, scale = quantize_weight(weight)
         n, k = weight.shape
-        return Linear(in_features=k, out_features=n, data=data, scale=scale, bias=bias)
+        return self.load_linear(k, n, data, scale, bias)
+
+    def load_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        data: npt.NDArray[Any],
+        scale: Array | None,
+        bias: Array | None,
+    ) -> Linear:
+        return Linear(
+            in_features=in_features, out_features=out_features, data=data, scale=scale, bias=bias
+        )
+
+    def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
+        return self.pack_linear(weight, bias)
 
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         return weight.astype(np.float16) if self.dtype == "int8" else weight
+
+    def load_norm(self, weight: Array, eps: float) -> Norm:
+        return Norm(weight=weight, eps=eps)
+
+    def load_rope(self, cos: Array, sin: Array) -> Rope:
+        return Rope(cos=cos, sin=sin)
 
     def create_kv_store(self, layout: KVLayout, num_blocks: int) -> KVStore:
         return KVStore(layout, num_blocks)
@@ -43,90 +67,210 @@ class ReferenceOps:
     def embed(self, table: npt.NDArray[Any], token_ids: Int32) -> Array:
         return table[token_ids].astype(np.float32)
 
-    def linear(self, x: Array, weight: Linear) -> Array:
-        if weight.scale is None:
-            out: Array = x @ weight.data.T
-        else:
-            quantized, scale = quantize_rows(x, activation_max(weight.in_features))
-            # float64 holds these integer sums exactly, and its product is a fast library call
-            total = quantized.astype(np.float64) @ weight.data.T.astype(np.float64)
-            out = total.astype(np.float32) * scale[:, None] * weight.scale
-        return out if weight.bias is None else out + weight.bias
+    def linear(
+        self,
+        x: Array,
+        weight: Linear,
+        *,
+        norm: Norm | None = None,
+        add_to: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        x = x if norm is None else self.rms_norm(x, norm)
+        product = x @ weight.data.T if weight.scale is None else _int8_product(x, weight)
+        if weight.bias is not None:
+            product = product + weight.bias
+        if add_to is not None:
+            add_to += product
+            return add_to
+        if out is not None:
+            out[:] = product
+            return out
+        return product
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+    def gated_mlp(
+        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
+    ) -> None:
+        gate, up = np.split(self.linear(x, gate_up, norm=norm), 2, axis=-1)
+        with np.errstate(over="ignore"):  # exp(-gate) = inf is right: the sigmoid is 0
+            sigmoid = np.float32(1) / (np.float32(1) + np.exp(-gate))
+        hidden: Array = gate * sigmoid * up
+        self.linear(hidden, down, add_to=add_to)
+
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
         mean = np.mean(np.square(x), axis=-1, keepdims=True)
-        inverse: Array = 1 / np.sqrt(mean + np.float32(eps))
-        return x * inverse * weight
+        inverse: Array = 1 / np.sqrt(mean + np.float32(norm.eps))
+        return x * inverse * norm.weight
 
-    def rope(self, x: Array, positions: Int32, cos: Array, sin: Array) -> None:
-        c, s = cos[positions][:, None], sin[positions][:, None]  # [T, 1, head_dim / 2]
-        first, second = np.split(x, 2, axis=-1)
-        x[:] = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    def rope_and_store(
+        self, qkv: Array, rope: Rope, store: KVStore, layer: int, batch: Batch
+    ) -> None:
+        num_kv = store.layout.num_kv_heads
+        qk, k, v = qkv[:, :-num_kv], qkv[:, -2 * num_kv : -num_kv], qkv[:, -num_kv:]
+        c, s = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
+        first, second = np.split(qk, 2, axis=-1)  # [T, heads, head_dim / 2]
+        qk[:] = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+        self._store(store, layer, k, v, batch)
 
-    def store_kv(self, store: KVStore, layer: int, k: Array, v: Array, batch: Batch) -> None:
+    def _store(self, store: KVStore, layer: int, k: Array, v: Array, batch: Batch) -> None:
         lay = store.layout
-        parts = store.data.reshape(store.num_blocks, lay.num_layers, 2, -1)
-        panels = lay.block_size // PANEL
-        keys = parts[:, layer, 0].reshape(-1, lay.num_kv_heads, panels, lay.head_dim, PANEL)
-        values = parts[:, layer, 1].reshape(-1, lay.num_kv_heads, lay.block_size, lay.head_dim)
-        for row, slot in enumerate(batch.slots):
-            block, offset = divmod(int(slot), lay.block_size)
-            keys[block, :, offset // PANEL, :, offset % PANEL] = k[row]
-            values[block, :, offset] = v[row]
+        limits = (key_max(lay.head_dim), VALUE_MAX)
+        for index, x in enumerate((k, v)):
+            part = store.parts(layer)[index]
+            stored: npt.NDArray[Any] = x
+            if lay.dtype == "int16":
+                rows = x.reshape(-1, lay.head_dim)
+                stored, steps = quantize_groups(rows, limits[index], lay.head_dim)
+                steps = steps.reshape(x.shape[:2])
+            elif lay.dtype == "bfloat16":
+                stored = to_bfloat16(x)
+            stored = stored.reshape(len(x), lay.num_kv_heads, *part.shape[4:])
+            for row, slot in enumerate(batch.slots):
+                if slot == NO_SLOT:
+                    continue
+                block, offset = divmod(int(slot), lay.block_size)
+                part[block, :, offset // part.shape[3], offset % part.shape[3]] = stored[row]
+                if lay.dtype == "int16":
+                    store.scales(layer)[index][block, :, offset] = steps[row]
 
-    def attention(self, q: Array, store: KVStore, layer: int, batch: Batch, scale: float) -> Array:
+    def attention(
+        self,
+        qkv: Array,
+        store: KVStore,
+        layer: int,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int = 0,
+        sinks: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        q = qkv[:, : -2 * store.layout.num_kv_heads]
         num_tokens, num_heads, head_dim = q.shape
         group = num_heads // store.layout.num_kv_heads
-        out = np.empty((num_tokens, num_heads * head_dim), np.float32)
+        if out is None:
+            out = np.empty((num_tokens, num_heads * head_dim), np.float32)
+        heads = out.reshape(num_tokens, num_heads, head_dim)
         for row in range(num_tokens):
-            keys, values = self._gather(store, layer, batch, row)  # [keys, kv_heads, head_dim]
-            heads = [
-                _attend(q[row, head] * np.float32(scale), keys[:, kv], values[:, kv])
-                for head in range(num_heads)
-                for kv in [head // group]
-            ]
-            out[row] = np.concatenate(heads)
+            end = int(batch.positions[row]) + 1
+            begin = max(0, end - window) if window else 0
+            keys, values = self._gather(store, layer, batch, row)
+            for head in range(num_heads):
+                query = q[row, head] * np.float32(scale)
+                k, v = keys[:, head // group], values[:, head // group]
+                sink = None if sinks is None else sinks[head]
+                heads[row, head] = _attend(query, k, v, begin, sink)
         return out
 
-    def _gather(self, store: KVStore, layer: int, batch: Batch, row: int) -> tuple[Array, Array]:
+    def _gather(self, store: KVStore, layer: int, batch: Batch, row: int) -> list[Vectors]:
+        """K and V of the row's sequence up to its position, [keys, kv_heads, head_dim]."""
+        lay = store.layout
         num_keys = int(batch.positions[row]) + 1
-        num_blocks = -(-num_keys // store.layout.block_size)
-        table = batch.block_tables[batch.seq_index[row], :num_blocks]
-        blocks = [store.keys_and_values(int(block_id)) for block_id in table]
-        k = np.concatenate([b[0][layer].swapaxes(0, 1) for b in blocks])[:num_keys]
-        v = np.concatenate([b[1][layer].swapaxes(0, 1) for b in blocks])[:num_keys]
-        return k, v
+        table = batch.block_tables[batch.seq_index[row], : -(-num_keys // lay.block_size)]
+        gathered = []
+        for index, part in enumerate(store.parts(layer)):
+            x = part[table].reshape(len(table), lay.num_kv_heads, lay.block_size, lay.head_dim)
+            x = from_bfloat16(x) if lay.dtype == "bfloat16" else x.astype(np.float32)
+            # [blocks, heads, block_size, dim] to [keys, heads, dim]
+            x = x.swapaxes(1, 2).reshape(-1, lay.num_kv_heads, lay.head_dim)[:num_keys]
+            scales = None
+            if lay.dtype == "int16":
+                scales = store.scales(layer)[index][table].swapaxes(1, 2)
+                scales = scales.reshape(-1, lay.num_kv_heads)[:num_keys]
+            gathered.append(Vectors(x, scales))
+        return gathered
 
-    def silu_and_mul(self, x: Array) -> Array:
-        gate, up = np.split(x, 2, axis=-1)
-        with np.errstate(over="ignore"):  # exp(-gate) = inf is right: the sigmoid is 0
-            sigmoid = 1 / (1 + np.exp(-gate))
-        return (gate * sigmoid * up).astype(np.float32, copy=False)
+
+def key_max(head_dim: int) -> int:
+    """Largest key and query of the int16 store: ``head_dim`` products of two fit int32."""
+    return min(32767, int(np.sqrt(2147483647 / head_dim)))
 
 
-def quantize_rows(x: Array, qmax: int) -> tuple[npt.NDArray[np.int16], Array]:
-    """x [M, K] as int16 [M, K] within +-qmax and scales [M] with x ~ int16 * scale.
+# Largest value of the int16 store and largest probability it is multiplied with, as in
+# csrc/kernels.h: sixteen products of two fit int32.
+VALUE_MAX = 4095
+PROBABILITY_MAX = 32767
 
-    A row with an infinite or NaN value gets the scale NaN, so that the damage shows.
+
+@dataclasses.dataclass(frozen=True)
+class Vectors:
+    """Keys or values: whole numbers with a scale each, or floats."""
+
+    elements: Array  # [..., head_dim]
+    scales: Array | None
+
+    def __getitem__(self, index: Any) -> Vectors:
+        return Vectors(self.elements[index], None if self.scales is None else self.scales[index])
+
+
+def to_bfloat16(x: Array) -> npt.NDArray[np.uint16]:
+    """The upper half of each float, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def from_bfloat16(x: npt.NDArray[np.uint16]) -> Array:
+    """The floats whose upper halves are ``x``."""
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def _int8_product(x: Array, weight: Linear) -> Array:
+    """Group by group, each rounded to float32 as the kernels do it."""
+    rounded, scale = quantize_groups(x)  # [M, G, 32], [M, G]
+    w = np.zeros((weight.out_features, rounded.shape[1] * GROUP), np.float32)
+    w[:, : weight.in_features] = weight.data
+    w = w.reshape(weight.out_features, -1, GROUP)
+    assert weight.scale is not None
+    total = np.zeros((len(x), weight.out_features), np.float32)
+    for g in range(rounded.shape[1]):
+        # exact in float32: at most 32 * 127 * 127 in magnitude
+        total = total + (rounded[:, g] @ w[:, g].T) * scale[:, g, None]
+    return total * weight.scale
+
+
+def _attend(q: Array, keys: Vectors, values: Vectors, begin: int, sink: Any) -> Array:
+    """softmax(q K^T) V over the keys from ``begin``, in partitions that are merged in order.
+
+    q [d], keys and values [n, d].
     """
-    is_sound = np.asarray(np.isfinite(x).all(axis=1))
-    x = np.where(is_sound[:, None], x, 0)
-    largest = np.abs(x).max(axis=1)
-    inverse = np.divide(np.float32(qmax), largest, out=np.zeros_like(largest), where=largest > 0)
-    quantized = np.clip(np.rint(x * inverse[:, None]), -qmax, qmax).astype(np.int16)
-    return quantized, np.where(is_sound, largest / np.float32(qmax), np.float32(np.nan))
-
-
-def _attend(q: Array, keys: Array, values: Array) -> Array:
-    """softmax(q K^T) V in partitions that are merged in order: q [d], keys and values [n, d]."""
+    if keys.scales is not None:
+        rounded, step = quantize_groups(q[None], key_max(len(q)), len(q))
+        exact = keys.elements.astype(np.float64) @ rounded[0, 0]  # of whole numbers
+        scores = exact.astype(np.float32) * keys.scales * step[0, 0]
+    else:
+        scores = keys.elements @ q
     m, total, acc = np.float32(-np.inf), np.float32(0), np.zeros_like(q)
-    for start in range(0, len(keys), ATTENTION_PARTITION):
-        part = slice(start, start + ATTENTION_PARTITION)
-        scores = keys[part] @ q
-        new_m = np.maximum(m, scores.max())
-        p = np.exp(scores - new_m)
-        correction = np.exp(m - new_m)
-        total = total * correction + p.sum()
-        acc = acc * correction + p @ values[part]
+    for start in range(
+        begin // ATTENTION_PARTITION * ATTENTION_PARTITION, len(scores), ATTENTION_PARTITION
+    ):
+        part = slice(max(start, begin), start + ATTENTION_PARTITION)
+        part_m = scores[part].max()
+        p = np.exp(scores[part] - part_m)
+        new_m = np.maximum(m, part_m)
+        old, new = np.exp(m - new_m), np.exp(part_m - new_m)
+        total = total * old + p.sum() * new
+        acc = acc * old + _weigh(p, values[part], part.start) * new
         m = new_m
+    if sink is not None:
+        total = total + np.exp(np.float32(sink) - m)
     return acc / total
+
+
+def _weigh(p: Array, values: Vectors, start: int) -> Array:
+    """p V for p [n] and values [n, d] of the keys from position ``start``.
+
+    Values in int16 take rounded probabilities, with one scale for each panel of keys.
+    """
+    if values.scales is None:
+        return p @ values.elements
+    acc = np.zeros(values.elements.shape[1], np.float32)
+    bounds = [0, *range(PANEL - start % PANEL, len(p), PANEL), len(p)]
+    for low, high in itertools.pairwise(bounds):
+        scales = values.scales[low:high]
+        largest = scales.max()
+        inverse = np.float32(PROBABILITY_MAX) / largest if largest > 1e-30 else np.float32(0)
+        rounded = np.rint(p[low:high] * (scales * inverse))
+        exact = rounded.astype(np.float64) @ values.elements[low:high]
+        acc = acc + exact.astype(np.float32) * (largest / np.float32(PROBABILITY_MAX))
+    return acc
