@@ -177,31 +177,46 @@ struct Attention {
         }
     }
 
-    // Calls body(first token, tokens, block, visible keys of the panel): tokens that see the whole
-    // panel in the same block together, others one by one.
-    template <class Body>
-    void for_runs(const Work<Format>& work, int start, int panel, Body&& body) const {
-        const int index = (start + panel * kPanel) / kv.block_size;
-        const int begin = panel * kPanel, end = begin + kPanel;
-        const auto is_whole = [&](const Span& span) {
-            return span.all.begin <= begin && span.all.end >= end;
+    // Calls body(first token, tokens, their blocks, panel, panels, visible keys): tokens that see
+    // whole panels in the same blocks together and up to `most` panels at once, others one by one.
+    template <int Most, class Body>
+    void for_runs(const Work<Format>& work, int start, int first_panel, int end_panel,
+                  Body&& body) const {
+        const auto sees = [](const Range& keys, int panel, int count) {
+            return keys.begin <= panel * kPanel && keys.end >= (panel + count) * kPanel;
         };
-        for (size_t s = 0; s < work.spans.size(); ++s) {
-            const Span& span = work.spans[s];
-            if (span.any.begin >= end || span.any.end <= begin) continue;
-            const int64_t id = span.blocks[index];
-            if (!is_whole(span)) {
-                for (int i = span.first; i < span.first + span.count; ++i) {
-                    const Range keys = work.ranges[i].within(begin, kPanel);
-                    if (!keys.is_empty()) body(i, 1, id, keys);
-                }
-                continue;
+        const auto block_index = [&](int panel) { return (start + panel * kPanel) / kv.block_size; };
+        const auto run_span = [&](const Span& span, int panel) {
+            if (sees(span.all, panel, 1))
+                return body(span.first, span.count, span.blocks, panel,
+                            std::integral_constant<int, 1>{}, Range{0, kPanel});
+            for (int i = span.first; i < span.first + span.count; ++i) {
+                const Range keys = work.ranges[i].within(panel * kPanel, kPanel);
+                if (!keys.is_empty())
+                    body(i, 1, span.blocks, panel, std::integral_constant<int, 1>{}, keys);
             }
-            int count = span.count;
-            while (s + 1 < work.spans.size() && is_whole(work.spans[s + 1]) &&
-                   work.spans[s + 1].blocks[index] == id)
-                count += work.spans[++s].count;
-            body(span.first, count, id, Range{0, kPanel});
+        };
+        const int num_spans = static_cast<int>(work.spans.size());
+        for (int panel = first_panel; panel < end_panel; panel += Most) {
+            const int last = std::min(panel + Most, end_panel) - 1;
+            for (int s = 0; s < num_spans; ++s) {
+                const Span& span = work.spans[s];
+                if (span.any.begin >= (last + 1) * kPanel || span.any.end <= panel * kPanel)
+                    continue;
+                if (last + 1 - panel < Most || !sees(span.all, panel, Most)) {
+                    for (int p = panel; p <= last; ++p) run_span(span, p);
+                    continue;
+                }
+                int count = span.count;
+                while (s + 1 < num_spans && sees(work.spans[s + 1].all, panel, Most) &&
+                       work.spans[s + 1].blocks[block_index(panel)] ==
+                           span.blocks[block_index(panel)] &&
+                       work.spans[s + 1].blocks[block_index(last)] ==
+                           span.blocks[block_index(last)])
+                    count += work.spans[++s].count;
+                body(span.first, count, span.blocks, panel, std::integral_constant<int, Most>{},
+                     Range{0, kPanel});
+            }
         }
     }
 
@@ -249,21 +264,23 @@ struct Attention {
             panels = std::max(panels, ceil_div(span.any.end, kPanel));
         }
         Format& format = work.format;
-        for (int panel = first_panel; panel < panels; ++panel) {
-            const int offset = (start + panel * kPanel) % kv.block_size;
-            int64_t loaded = -1;
-            for_runs(work, start, panel, [&](int first, int count, int64_t id, Range) {
-                if (id != loaded) format.load_keys(id, layer, kv_head, offset);
-                loaded = id;
+        const auto offset = [&](int panel) { return (start + panel * kPanel) % kv.block_size; };
+        const auto id = [&](const int32_t* blocks, int panel) {
+            return int64_t{blocks[(start + panel * kPanel) / kv.block_size]};
+        };
+        for_runs<kScorePanels>(
+            work, start, first_panel, panels,
+            [&](int first, int count, const int32_t* blocks, int panel, auto together, Range) {
+                for (int p = 0; p < together; ++p)
+                    format.load_keys(p, id(blocks, panel + p), layer, kv_head, offset(panel + p));
                 const int end = (first + count) * group();
                 for (int row = first * group(); row < end; row += kScoreRows)
                     with_rows<kScoreRows>(std::min(kScoreRows, end - row), [&](auto size) {
-                        format.template score<size>(
+                        format.template score<size, together>(
                             work.queries.data() + row * dim(), work.query_scales.data() + row,
                             work.scores.data() + row * kPartition + panel * kPanel);
                     });
             });
-        }
         std::fill(sums, sums + rows * width(), 0.0f);
         for (int row = 0; row < rows; ++row) {
             float* acc = sums + row * width();
@@ -272,10 +289,10 @@ struct Attention {
                                    ? RowState{0.0f, 0.0f, acc}
                                    : softmax(work.scores.data() + row * kPartition, keys, acc);
         }
-        for (int panel = first_panel; panel < panels; ++panel) {
-            const int offset = (start + panel * kPanel) % kv.block_size;
-            for_runs(work, start, panel, [&](int first, int count, int64_t id, Range keys) {
-                format.load_values(id, layer, kv_head, offset, keys);
+        for_runs<1>(
+            work, start, first_panel, panels,
+            [&](int first, int count, const int32_t* blocks, int panel, auto, Range keys) {
+                format.load_values(id(blocks, panel), layer, kv_head, offset(panel), keys);
                 const int end = (first + count) * group();
                 for (int row = first * group(); row < end; row += kValueRows)
                     with_rows<kValueRows>(std::min(kValueRows, end - row), [&](auto size) {
@@ -284,7 +301,6 @@ struct Attention {
                             sums + row * width());
                     });
             });
-        }
     }
 
     void write(const Tile& tile, int kv_head, int row, const RowState& state) const {

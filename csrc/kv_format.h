@@ -14,11 +14,12 @@ using anaphora::kPanel;
 using anaphora::kPartition;
 using anaphora::KVLayout;
 
-// Rows that share a load, and vectors of the head dimension: their sums must fit the registers.
-#if defined(ANAPHORA_AVX512) || defined(ANAPHORA_NEON)
-constexpr int kScoreRows = 8, kValueRows = 4, kValueVectors = 2;
+// Rows by panels, and rows by vectors of the head dimension, that are multiplied at once: their sums
+// must fit the registers, and loads are fewest where both factors are large.
+#if defined(ANAPHORA_AVX512)
+constexpr int kScoreRows = 8, kScorePanels = 2, kValueRows = 4, kValueVectors = 4;
 #else
-constexpr int kScoreRows = 4, kValueRows = 4, kValueVectors = 1;
+constexpr int kScoreRows = 4, kScorePanels = 1, kValueRows = 4, kValueVectors = 1;
 #endif
 
 inline int padded(int dim) { return ceil_div(dim, kLanes) * kLanes; }
@@ -55,7 +56,7 @@ struct FloatFormat {
     void reset(const KVLayout& layout) {
         kv = layout;
         dim = kv.head_dim;
-        keys.resize(kPanel * dim);
+        keys.resize(kScorePanels * kPanel * dim);
         values.resize(kPanel * padded(dim));
     }
 
@@ -69,21 +70,28 @@ struct FloatFormat {
         return 1.0f;
     }
 
-    void load_keys(int64_t block, int layer, int kv_head, int offset) {
+    // `slot` (below kScorePanels) is the panel's number among those that are scored together.
+    void load_keys(int slot, int64_t block, int layer, int kv_head, int offset) {
         const Element* from = head(block, layer, 0, kv_head) + int64_t{offset} * dim;
-        for (int d = 0; d < dim; ++d)
-            store(keys.data() + d * kPanel, load(from + int64_t{d} * kPanel));
+        float* to = keys.data() + slot * kPanel * dim;
+        for (int d = 0; d < dim; ++d) store(to + d * kPanel, load(from + int64_t{d} * kPanel));
     }
 
-    template <int R>
+    // Scores of R rows against P panels. scores [R][kPartition].
+    template <int R, int P>
     void score(const float* queries, const float*, float* scores) const {
-        f32x16 acc[R];
-        for (int r = 0; r < R; ++r) acc[r] = set1(0.0f);
+        f32x16 acc[R][P];
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < P; ++p) acc[r][p] = set1(0.0f);
         for (int d = 0; d < dim; ++d) {
-            const f32x16 key = load(keys.data() + d * kPanel);
-            for (int r = 0; r < R; ++r) acc[r] = fma(set1(queries[r * dim + d]), key, acc[r]);
+            f32x16 key[P];
+            for (int p = 0; p < P; ++p) key[p] = load(keys.data() + (p * dim + d) * kPanel);
+            for (int r = 0; r < R; ++r)
+                for (int p = 0; p < P; ++p)
+                    acc[r][p] = fma(set1(queries[r * dim + d]), key[p], acc[r][p]);
         }
-        for (int r = 0; r < R; ++r) store(scores + r * kPartition, acc[r]);
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < P; ++p) store(scores + r * kPartition + p * kPanel, acc[r][p]);
     }
 
     void load_values(int64_t block, int layer, int kv_head, int offset, Range visible) {
@@ -124,8 +132,8 @@ struct Int16Format {
 
     KVLayout kv;
     int dim;
-    const int16_t* keys;
-    const float* key_scales;
+    const int16_t* keys[kScorePanels];
+    const float* key_scales[kScorePanels];
     const int16_t* values;
     f32x16 weights;  // of the panel's probabilities before they are rounded
     float value_scale;
@@ -163,28 +171,37 @@ struct Int16Format {
         return (is_zero ? 0.0f : largest / limit) + reduce_add(damage);
     }
 
-    void load_keys(int64_t block, int layer, int kv_head, int offset) {
-        keys = head(block, layer, 0, kv_head, &key_scales) + int64_t{offset} * dim;
-        key_scales += offset;
+    void load_keys(int slot, int64_t block, int layer, int kv_head, int offset) {
+        keys[slot] = head(block, layer, 0, kv_head, &key_scales[slot]) + int64_t{offset} * dim;
+        key_scales[slot] += offset;
     }
 
-    template <int R>
+    template <int R, int P>
     void score(const int16_t* queries, const float* query_scales, float* scores) const {
-        // Few rows: two sums each, or a product would wait for the one before. head_dim is a multiple of 8.
-        constexpr int S = 2 * R <= kScoreRows ? 2 : 1;
-        i32x16 acc[S][R];
-        for (int s = 0; s < S; ++s)
-            for (int r = 0; r < R; ++r) acc[s][r] = zero_i32();
-        for (int d = 0; d < dim; d += 2 * S)
-            for (int s = 0; s < S; ++s) {
-                const i16x32 key = load(keys + (d + 2 * s) * kPanel);
-                for (int r = 0; r < R; ++r)
-                    acc[s][r] = dot(acc[s][r], key, queries + r * dim + d + 2 * s);
+        // Few rows: two sums each, or a product would wait for the one before.
+        constexpr int S = 2 * R * P <= kScoreRows * kScorePanels ? 2 : 1;
+        i32x16 acc[R * P * S];
+#pragma GCC unroll 16
+        for (int i = 0; i < R * P * S; ++i) acc[i] = zero_i32();
+        for (int d = 0; d < dim; d += 8)  // head_dim is a multiple of 8
+#pragma GCC unroll 4
+            for (int e = d; e < d + 8; e += 2 * S) {
+                i16x32 key[P * S];
+#pragma GCC unroll 4
+                for (int i = 0; i < P * S; ++i)
+                    key[i] = load(keys[i % P] + (e + i / P * 2) * kPanel);
+#pragma GCC unroll 16
+                for (int i = 0; i < R * P * S; ++i)
+                    acc[i] = dot(acc[i], key[i % (P * S)],
+                                 queries + i / (P * S) * dim + e + i % (P * S) / P * 2);
             }
-        const f32x16 scales = load(key_scales);
-        for (int r = 0; r < R; ++r) {
-            if constexpr (S == 2) acc[0][r] = acc[0][r] + acc[1][r];
-            store(scores + r * kPartition, to_float(acc[0][r]) * scales * set1(query_scales[r]));
+#pragma GCC unroll 16
+        for (int i = 0; i < R * P; ++i) {
+            const int r = i / P, p = i % P;
+            i32x16 sum = acc[r * P * S + p];
+            if constexpr (S == 2) sum = sum + acc[r * P * S + P + p];
+            store(scores + r * kPartition + p * kPanel,
+                  to_float(sum) * load(key_scales[p]) * set1(query_scales[r]));
         }
     }
 
