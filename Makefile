@@ -11,7 +11,7 @@ help:
 	@echo "make demo    install, fetch the default model, serve it, show a miss and a hit"
 	@echo "make test    run all tests"
 	@echo "make check   formatting, lint, types, import direction"
-	@echo "make bench   measure the figures in the README"
+	@echo "make bench   measure this machine: anaphora bench (15 minutes)"
 	@echo "make clean   remove the environment and what was built"
 
 define CHECK_PYTHON
@@ -54,7 +54,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/installed
-	@$(BIN)/python benchmarks/figures.py
+	@$(BIN)/anaphora bench
 
 clean:
 	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,20 @@ class NativeOps:
         out = np.empty((len(x), x.shape[1] // 2), np.float32)
         _native.silu_and_mul(x, out)
         return out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What this machine can do at most, all threads together; multiply and add are two."""
+
+    int8_ops_per_second: float
+    float_ops_per_second: float
+    memory_bytes_per_second: float
+
+
+def measure_peaks() -> Peaks:
+    """Stub until the real measurement is merged: fixed numbers of a plausible machine."""
+    return Peaks(int8_ops_per_second=4e11, float_ops_per_second=2e11, memory_bytes_per_second=3e10)
 
 
 def cpu_features() -> list[str]:
