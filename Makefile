@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench compare clean
 
 help:
 	@echo "make demo    install, fetch the default model, serve it, show a miss and a hit"
 	@echo "make test    run all tests"
 	@echo "make check   formatting, lint, types, import direction"
 	@echo "make bench   measure this machine: anaphora bench (15 minutes)"
+	@echo "make compare the same workloads to llama-server, vLLM and OpenVINO; writes docs/benchmarks.md"
 	@echo "make clean   remove the environment and what was built"
 
 define CHECK_PYTHON
@@ -55,6 +56,14 @@ check: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	@$(BIN)/anaphora bench
+
+$(VENV)/installed-bench: $(VENV)/installed
+	@$(BIN)/pip install --quiet --editable '.[bench]'
+	@touch $@
+
+# For example COMPARE="--venvs DIR --repeats 1"; each peer gets an environment of its own.
+compare: $(VENV)/installed-bench
+	@$(BIN)/python benchmarks/compare/compare.py --write $(COMPARE)
 
 clean:
 	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

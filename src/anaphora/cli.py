@@ -317,13 +317,14 @@ def bench(
         model=model,
         url=url,
         served_model=served_model,
-        api_key=api_key or os.environ.get(API_KEY_VARIABLE),
+        api_key=api_key or (os.environ.get(API_KEY_VARIABLE) if url else None),
         workloads=tuple(workload or ()),
         repeats=repeats,
         seed=seed,
         dtype=dtype,
         kv_cache_memory=kv_cache_memory or "2GiB",
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its servers
     report: Any
     if profile:
         from anaphora.bench.profile import profile_decode

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
+import subprocess
+import tempfile
 
 import pytest
 from rich.console import Console
@@ -15,8 +18,8 @@ from anaphora.bench.run import NAMES, BenchOptions, run
 from anaphora.errors import ConfigError, MeasurementError
 from anaphora.fake import FakeLLM
 from tests.loaders.tiny import CONFIG, random_weights, write_directory
-from tests.server.running import serving
-from tests.serving import run_command
+from tests.server.running import serving, wait_until
+from tests.serving import COMMAND, TIMEOUT, children, environment, is_alive, run_command
 
 FEW = Sizes(num_closed=4, num_clients=2, num_alone=2, num_open=4)
 
@@ -55,6 +58,38 @@ def test_a_wrong_workload_is_status_2_with_the_list(tmp_path):
     assert (done.status, done.output) == (2, "")
     for name in ("nonsense", *NAMES):
         assert name in done.errors
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"repeats": 0}, "--repeats is 0"),
+        ({"served_model": "m"}, "--model is m"),
+        ({"url": "http://127.0.0.1:1", "model": "other"}, "MODEL is other"),
+        ({"url": "http://127.0.0.1:1", "dtype": "float32"}, "--dtype is float32"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(options, word):
+    with pytest.raises(ConfigError, match=word):
+        BenchOptions(**options)
+
+
+def test_a_run_that_is_told_to_end_leaves_no_server(tiny, tmp_path):
+    with tempfile.TemporaryDirectory(prefix="a-") as temporary:
+        arguments = [str(tiny), "--kv-cache-memory", "32MiB", "--repeats", "999"]
+        process = subprocess.Popen(
+            [COMMAND, "bench", *arguments, "--workload", "prefill-512"],
+            env=environment(temporary, {}),
+            cwd=tmp_path,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until(lambda: bool(children(process.pid)), seconds=TIMEOUT)
+        [server] = children(process.pid)
+        wait_until(lambda: bool(children(server)), seconds=TIMEOUT)
+        [engine] = children(server)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
+        wait_until(lambda: not (is_alive(server) or is_alive(engine)), seconds=TIMEOUT)
 
 
 def test_a_server_that_is_not_there_is_status_1(tmp_path):

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from anaphora.bench.hitrate import Loops, Sweep, gain
 from anaphora.bench.limits import Limits
-from anaphora.bench.report import CACHING_OFF, CACHING_ON, Report, format_value, make_lines
+from anaphora.bench.report import Report, format_value, make_lines
+from anaphora.bench.rounds import CACHING_OFF, CACHING_ON
 from anaphora.bench.workloads import Decode, Hot, Prefill, Sample, SharedPrefix
 from anaphora.ops.native import Peaks
 from anaphora.types import ModelInfo

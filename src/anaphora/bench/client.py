@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +16,8 @@ from anaphora.errors import MeasurementError
 from anaphora.types import ModelInfo
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-_NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+# idle connections are dropped before a server drops them, which would look like a failure
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
 _SHOWN_CHARS = 200  # of a body in an error message
 
 
@@ -142,7 +143,7 @@ async def connect(
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     # no proxy from the environment: what is measured is this server
     async with httpx.AsyncClient(
-        headers=headers, timeout=_TIMEOUT, limits=_NO_LIMITS, trust_env=False
+        headers=headers, timeout=_TIMEOUT, limits=_LIMITS, trust_env=False
     ) as http:
         entries = await _list_models(http, f"{base_url}/models")
         names = [entry.id for entry in entries]
@@ -200,7 +201,7 @@ async def _check_status(response: httpx.Response) -> None:
 
 
 @contextlib.contextmanager
-def _naming(method: str, url: str) -> Any:
+def _naming(method: str, url: str) -> Iterator[None]:
     """Errors of the network and of JSON say what was asked of whom."""
     try:
         yield

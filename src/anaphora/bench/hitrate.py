@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from anaphora.bench.rounds import Rounds
+from anaphora.bench.rounds import CACHING_OFF, CACHING_ON, Rounds
 from anaphora.bench.workloads import Client, ClosedLoop, OpenLoop, Sample
 
 SHARES = (0.0, 0.3, 0.5, 0.8)
@@ -102,52 +102,59 @@ async def run_sweep(
     for client in filter(None, (cached, uncached)):
         await warm_up.smaller().measure(client, rounds.prompts("hit-rate", "warm-up"))
     sweep = Sweep([], {share: [] for share in SHARES})
+    # Without a cache a prompt's share of known tokens changes nothing: any will do.
+    servers: list[_Row] = [] if uncached is None else [(CACHING_OFF, uncached, SHARES[1])]
+    servers += [(CACHING_ON, cached, share) for share in SHARES]
     for repeat in range(rounds.repeats):
-        one = _Repeat(rounds, repeat, sizes)
-        if uncached is not None:
-            # Without a cache a prompt's share of known tokens changes nothing.
-            sweep.baseline.append(await one.loops("caching off", uncached, 0.3))
-        for share in SHARES:
-            loops = await one.loops("caching on", cached, share)
-            if len(sweep.baseline) == repeat:
-                sweep.baseline.append(loops)  # the share 0 of a server that is not ours
-            sweep.shares[share].append(loops)
+        loops = await _Repeat(rounds, repeat, sizes).all_loops(servers)
+        sweep.baseline.append(loops[0])  # of a server that is not ours, its share 0
+        for share, found in zip(SHARES, loops[-len(SHARES) :], strict=True):
+            sweep.shares[share].append(found)
     return sweep
 
 
+_Row = tuple[str, Client, float]  # the system's name, the system, the share of known tokens
+
+
 class _Repeat:
-    """The first loops measured, the baseline's, set the open loop's arrivals for all others."""
+    """One kind of loop for all rows before the next kind: what is compared is close in time."""
 
     def __init__(self, rounds: Rounds, repeat: int, sizes: Sizes) -> None:
         self._rounds = rounds
         self._repeat = repeat
         self._sizes = sizes
-        self._rate: float | None = None
 
-    async def loops(self, system: str, client: Client, share: float) -> Loops:
-        """Closed loop with several clients, with one, and open loop."""
+    async def all_loops(self, rows: Sequence[_Row]) -> list[Loops]:
+        """One for each row; the first one's capacity sets the arrivals for all."""
         sizes = self._sizes
-        closed = ClosedLoop(
-            share=share, num_requests=sizes.num_closed, num_clients=sizes.num_clients
-        )
-        alone = ClosedLoop(share=share, num_requests=sizes.num_alone, num_clients=1)
-        many = await self._measure(system, client, closed)
-        single = await self._measure(system, client, alone)
-        if self._rate is None:
-            self._rate = LOAD * many.values["throughput"] / closed.num_prompt_tokens
-        arriving = OpenLoop(share=share, num_requests=sizes.num_open, rate=self._rate)
-        arrived = await self._measure(system, client, arriving)
-        return Loops(
-            throughput=many.values["throughput"],
-            p50_closed=many.values["p50"],
-            p50_alone=single.values["p50"],
-            p50_open=arrived.values["p50"],
-            cached_share=many.cached_share,
-        )
+        closed = [
+            ClosedLoop(share=share, num_requests=sizes.num_closed, num_clients=sizes.num_clients)
+            for _, _, share in rows
+        ]
+        alone = [
+            ClosedLoop(share=share, num_requests=sizes.num_alone, num_clients=1)
+            for _, _, share in rows
+        ]
+        many = [await self._measure(*row) for row in zip(rows, closed, strict=True)]
+        single = [await self._measure(*row) for row in zip(rows, alone, strict=True)]
+        rate = LOAD * many[0].values["throughput"] / closed[0].num_prompt_tokens
+        arriving = [
+            OpenLoop(share=share, num_requests=sizes.num_open, rate=rate) for _, _, share in rows
+        ]
+        arrived = [await self._measure(*row) for row in zip(rows, arriving, strict=True)]
+        return [
+            Loops(
+                throughput=of_many.values["throughput"],
+                p50_closed=of_many.values["p50"],
+                p50_alone=of_one.values["p50"],
+                p50_open=of_arrivals.values["p50"],
+                cached_share=of_many.cached_share,
+            )
+            for of_many, of_one, of_arrivals in zip(many, single, arrived, strict=True)
+        ]
 
-    async def _measure(
-        self, system: str, client: Client, workload: ClosedLoop | OpenLoop
-    ) -> Sample:
+    async def _measure(self, row: _Row, workload: ClosedLoop | OpenLoop) -> Sample:
+        system, client, _ = row
         place = f"{self._repeat + 1} of {self._rounds.repeats}"
         self._rounds.notice(f"{workload.name}, {system}, {place}")
         prompts = self._rounds.prompts(workload.name, self._repeat)

@@ -14,11 +14,9 @@ from rich.table import Table
 
 from anaphora.bench.hitrate import LOAD, SHARES, Gain, Loops, Sweep
 from anaphora.bench.limits import Limits
-from anaphora.bench.rounds import Samples
+from anaphora.bench.rounds import CACHING_OFF, CACHING_ON, Samples
 from anaphora.bench.workloads import THROUGHPUT, Figure, Workload
 from anaphora.types import ModelInfo
-
-CACHING_ON, CACHING_OFF = "caching on", "caching off"
 
 _FOOTNOTE = f"""\
 closed: 8 clients, each sends when it has its answer. service: one client, so no waiting. open: \

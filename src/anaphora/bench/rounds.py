@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anaphora.bench.workloads import Client, Prompts, Sample, Workload
 
+CACHING_ON, CACHING_OFF = "caching on", "caching off"  # our own server, twice
+
 # workload's name → system → one sample for each repeat
 Samples = dict[str, dict[str, list[Sample]]]
 Plan = Sequence[tuple[Workload, Mapping[str, Client]]]

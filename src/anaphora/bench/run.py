@@ -13,8 +13,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from anaphora.bench.client import CompletionClient, connect
 from anaphora.bench.hitrate import Sizes, run_sweep
 from anaphora.bench.limits import Limits
-from anaphora.bench.report import CACHING_OFF, CACHING_ON, Report, make_lines
-from anaphora.bench.rounds import Notice, Rounds
+from anaphora.bench.report import Report, make_lines
+from anaphora.bench.rounds import CACHING_OFF, CACHING_ON, Notice, Rounds
 from anaphora.bench.server import own_server
 from anaphora.bench.workloads import ALL, Client, SharedPrefix, Workload
 from anaphora.config import DEFAULT_MODEL, Dtype
@@ -48,6 +48,19 @@ class BenchOptions:
             raise ConfigError(
                 f"--workload {unknown[0]}: there is no such workload; there are {', '.join(NAMES)}"
             )
+        if self.url is None and self.served_model is not None:
+            raise ConfigError(
+                f"--model is {self.served_model}; it names a model at --url. Give the model to "
+                "serve as the argument"
+            )
+        own = {"MODEL": "model", "--dtype": "dtype", "--kv-cache-memory": "kv_cache_memory"}
+        for flag, field in own.items():
+            default = type(self).__dataclass_fields__[field].default
+            if self.url is not None and getattr(self, field) != default:
+                raise ConfigError(
+                    f"{flag} is {getattr(self, field)}, but the server at --url runs already; "
+                    "leave one of the two out"
+                )
         if self.repeats < 1:
             raise ConfigError(f"--repeats is {self.repeats}; it must be at least 1")
 
