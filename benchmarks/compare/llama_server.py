@@ -1,6 +1,7 @@
 """llama-server in the environment of the package xllamacpp: ``llama_server.py MODEL PORT``.
 
-Options for trials come as NAME=VALUE after that: flash (on, off, auto), ubatch, batch.
+Options for trials come as NAME=VALUE after that: flash (on, off, auto), ubatch, batch,
+slots (separate, shared).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 import xllamacpp
 
 NUM_SLOTS = 32  # as many as the workload with most streams
-NUM_CACHE_TOKENS = 32768
+NUM_SHARED_TOKENS = 32768  # of a cache that all slots share
+NUM_SLOT_TOKENS = 2304  # of one slot's own cache; the longest prompt has 2,048
 
 
 def main() -> None:
@@ -22,13 +24,12 @@ def main() -> None:
     params.model.path = model
     params.hostnames = ["127.0.0.1"]
     params.port = int(port)
-    params.n_ctx = NUM_CACHE_TOKENS
+    params.kv_unified = options.get("slots", "separate") == "shared"
+    params.n_ctx = NUM_SHARED_TOKENS if params.kv_unified else NUM_SLOTS * NUM_SLOT_TOKENS
     params.n_parallel = NUM_SLOTS
-    params.kv_unified = True  # slots share the cache, so one may be longer than its share
     params.n_batch = int(options.get("batch", 2048))
     params.n_ubatch = int(options.get("ubatch", 512))
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-    params.cache_type_k = params.cache_type_k  # f16, as ours
     flash = options.get("flash", "auto").upper()
     params.flash_attn_type = getattr(
         xllamacpp.llama_flash_attn_type,

@@ -83,7 +83,7 @@ def plot(rows: Rows, systems: Sequence[str], path: Path) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     ours, *peers = systems
-    shown = {key: row for key, row in rows.items() if ours in row and key[1] != "miss / hit"}
+    shown = {key: row for key, row in rows.items() if ours in row}
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.34 * len(shown)), layout="constrained")
     axes.axvline(1, color="black", linewidth=1.5, label=ours)
     for peer, (marker, color) in zip(peers, _MARKS, strict=False):

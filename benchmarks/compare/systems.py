@@ -78,8 +78,13 @@ PEERS = {
             "flash attention off": ("flash=off",),
             "ubatch 2048": ("ubatch=2048",),
             "ubatch 128": ("ubatch=128",),
+            "slots share the cache": ("slots=shared",),
         },
-        tried="",
+        tried=(
+            "Q8_0, automatic flash attention, ubatch 512, a cache of its own for each of 32 slots. "
+            "Its threads spin, so options can be compared only on an idle machine: "
+            "`compare.py --variants llama` measures them; not decided yet."
+        ),
     ),
     "vllm": Peer(
         name="vLLM",
@@ -102,7 +107,12 @@ PEERS = {
             "int8 weights": ("--quantization", "int8_per_channel_weight_only"),
             "threads unbound": ("env:VLLM_CPU_OMP_THREADS_BIND=nobind",),
         },
-        tried="",
+        tried=(
+            "bfloat16, threads bound to both cores. The executor `uni` was slower in one probe "
+            "(869 against 1,271 tok/s prefill, 15 against 36 tok/s decode). int8 activations need "
+            "a checkpoint that another tool quantised; int8 weights alone, float32 and unbound "
+            "threads are `--variants vllm`; not decided yet."
+        ),
     ),
     "ov": Peer(
         name="OpenVINO GenAI",
@@ -113,7 +123,11 @@ PEERS = {
             "no dynamic quantisation": ("DYNAMIC_QUANTIZATION_GROUP_SIZE=0",),
             "groups of 32": ("DYNAMIC_QUANTIZATION_GROUP_SIZE=32",),
         },
-        tried="",
+        tried=(
+            "Q8_0, the plugin's own precision (bfloat16 where the processor has it), 2,048 tokens "
+            "a step, because at its default of 256 a TTFT is not what it seems. float32 and other "
+            "groups of dynamic quantisation are `--variants ov`; not decided yet."
+        ),
     ),
 }
 
@@ -200,10 +214,14 @@ async def _wait_until_up(process: asyncio.subprocess.Process, url: str, log: Pat
                     async with connect(url):
                         return
                 if process.returncode is not None:
-                    raise MeasurementError(f"it ended with status {process.returncode}; {log}")
+                    raise MeasurementError(
+                        f"it ended with status {process.returncode}, see {log.name}"
+                    )
                 await asyncio.sleep(0.5)
     except TimeoutError:
-        raise MeasurementError(f"it was not up after {START_SECONDS:.0f} s; {log}") from None
+        raise MeasurementError(
+            f"it was not up after {START_SECONDS:.0f} s, see {log.name}"
+        ) from None
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

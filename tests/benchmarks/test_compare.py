@@ -13,6 +13,7 @@ from results import (
     to_markdown,
     to_rows,
 )
+from systems import Peer
 
 from anaphora.bench.report import Line, make_lines
 from anaphora.bench.workloads import Hot, Prefill, Sample
@@ -57,6 +58,20 @@ def test_the_table_shows_who_failed():
         "| hot-2048 | hit | 40 ms | 20 ms | failed | 0.50 x |",
         "| hot-2048 | miss / hit | 50 x | 200 x | failed | 0.25 x |",
     ]
+
+
+def test_a_variant_adds_options_or_changes_the_environment():
+    peer = Peer(
+        name="p",
+        command=("run", "{port}"),
+        environment={"A": "1", "B": "2"},
+        variants={"fast": ("--fast",), "unbound": ("env:B=3",)},
+    )
+    plain, fast, unbound = peer.alternatives()
+    assert plain is peer
+    assert (fast.name, fast.command) == ("p, fast", ("run", "{port}", "--fast"))
+    assert fast.environment == peer.environment
+    assert (unbound.command, unbound.environment) == (peer.command, {"A": "1", "B": "3"})
 
 
 def test_only_the_section_between_the_markers_is_replaced():

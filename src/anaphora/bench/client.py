@@ -16,8 +16,8 @@ from anaphora.errors import MeasurementError
 from anaphora.types import ModelInfo
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-# idle connections are dropped before a server drops them, which would look like a failure
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+# a connection for each request: a server may close an idle one just when it is used again
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 _SHOWN_CHARS = 200  # of a body in an error message
 
 
