@@ -5,14 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: help demo test check check-arm bench clean
+.PHONY: help demo test check check-arm bench compare clean
 
 help:
 	@echo "make demo    install, fetch the default model, serve it, show a miss and a hit"
 	@echo "make test    run all tests"
 	@echo "make check   formatting, lint, types, import direction"
 	@echo "make check-arm  kernels of 64-bit ARM, cross-compiled, in an emulator"
-	@echo "make bench   measure the figures in the README"
+	@echo "make bench   measure this machine: anaphora bench (15 minutes)"
+	@echo "make compare the same workloads to llama-server, vLLM and OpenVINO; writes docs/benchmarks.md"
 	@echo "make clean   remove the environment and what was built"
 
 define CHECK_PYTHON
@@ -62,7 +63,15 @@ check-arm:
 	qemu-aarch64 -cpu cortex-a72 build/kernels_agree_arm 2
 
 bench: $(VENV)/installed
-	@$(BIN)/python benchmarks/figures.py
+	@$(BIN)/anaphora bench
+
+$(VENV)/installed-bench: $(VENV)/installed
+	@$(BIN)/pip install --quiet --editable '.[bench]'
+	@touch $@
+
+# For example COMPARE="--venvs DIR --repeats 1"; each peer gets an environment of its own.
+compare: $(VENV)/installed-bench
+	@$(BIN)/python benchmarks/compare/compare.py --write $(COMPARE)
 
 clean:
 	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -27,7 +27,7 @@ def real_files() -> set[str]:
     files = {path for folder in MAPPED for path in (ROOT / folder).rglob("*") if path.is_file()}
     files |= {path for pattern in MAPPED_AT_TOP for path in ROOT.glob(pattern)}
     names = {path.relative_to(ROOT).as_posix() for path in files}
-    is_made = re.compile(r"__pycache__|\.so$")
+    is_made = re.compile(r"__pycache__|\.so$|^benchmarks/compare/\.")
     is_plain_init = re.compile(r"src/anaphora/\w+/__init__\.py")
     return {n for n in names if not is_made.search(n) and not is_plain_init.fullmatch(n)}
 

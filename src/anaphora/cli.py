@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anaphora.config import Dtype, EngineConfig, KVCacheDtype, format_size, parse_size
-from anaphora.errors import AnaphoraError, EngineError
+from anaphora.errors import AnaphoraError, EngineError, MeasurementError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -111,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except AnaphoraError as error:
         line = Text(f"error: {error}", style="red")
         Console(stderr=True, soft_wrap=True).print(line)
-        raise SystemExit(1 if isinstance(error, EngineError) else 2) from None
+        is_ours = isinstance(error, EngineError | MeasurementError)
+        raise SystemExit(1 if is_ours else 2) from None
     except OSError as error:  # for example a full disk behind standard output
         Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
         raise SystemExit(1) from None
@@ -255,6 +256,84 @@ async def _generate(config: EngineConfig, prompt: str, params: Any, is_raw: bool
         typer.echo()
     finally:
         await llm.close()
+
+
+@app.command()
+def bench(
+    model: ModelArgument = _DEFAULTS.model,
+    url: Annotated[
+        str | None,
+        _option(
+            "Measure the server at this base URL, for example http://127.0.0.1:8000/v1, instead of "
+            "one that is started for the run.",
+            "Server",
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None,
+        _option("Its name at --url. [dim](the first one listed)[/dim]", "Server", "--model"),
+    ] = None,
+    api_key: Annotated[
+        str | None, _option(f"Key for --url. [dim]({API_KEY_VARIABLE})[/dim]", "Server")
+    ] = None,
+    workload: Annotated[
+        list[str] | None,
+        _option("Measure only this; repeat for several. [dim](all)[/dim]", "Measurement"),
+    ] = None,
+    repeats: Annotated[
+        int, _option("Times that everything is measured; medians are shown.", "Measurement")
+    ] = 3,
+    seed: Annotated[
+        int | None,
+        _option(
+            "Decides all prompts. A server that has seen them answers from its cache, so take "
+            "another one for each run. [dim](a new one)[/dim]",
+            "Measurement",
+        ),
+    ] = None,
+    dtype: DtypeOption = _DEFAULTS.dtype,
+    kv_cache_memory: CacheMemory = "2GiB",
+    profile: Annotated[
+        bool,
+        _option(
+            "Show where the time of a decode step goes, and nothing else.",
+            "Measurement",
+            "--profile",
+        ),
+    ] = False,
+) -> None:
+    """Measure a server: prefill, decode, cache hits, and how far this machine's limits are.
+
+    Workloads: prefill-512, prefill-2048, hot-2048, decode-1, decode-8,
+    decode-32, shared16, chat, hit-rate.
+
+    Without --url the model is served twice, with caching and without, and
+    the two are compared. Tables come first; the last line of output is one
+    JSON document. All workloads take about four minutes a repeat.
+    """
+    from anaphora.bench.run import BenchOptions, run
+
+    options = BenchOptions(
+        model=model,
+        url=url,
+        served_model=served_model,
+        api_key=api_key or (os.environ.get(API_KEY_VARIABLE) if url else None),
+        workloads=tuple(workload or ()),
+        repeats=repeats,
+        seed=seed,
+        dtype=dtype,
+        kv_cache_memory=kv_cache_memory or "2GiB",
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its servers
+    report: Any
+    if profile:
+        from anaphora.bench.profile import profile_decode
+
+        report = profile_decode(options)
+    else:
+        report = asyncio.run(run(options))
+    report.show(Console())
+    typer.echo(report.to_json())
 
 
 @app.command()

@@ -11,9 +11,10 @@ AnaphoraError
 │   ├── ContextTooLong     400, context_length_exceeded
 │   ├── Unauthorized       401, invalid_api_key
 │   └── UnknownModel       404, model_not_found
-└── EngineError            our fault                                        → 5xx
-    ├── EngineDied         500, a running request was lost with its engine process
-    └── EngineUnavailable  503, a fresh engine is starting, or the server is ending
+├── EngineError            our fault                                        → 5xx
+│   ├── EngineDied         500, a running request was lost with its engine process
+│   └── EngineUnavailable  503, a fresh engine is starting, or the server is ending
+└── MeasurementError       a measured server failed or answered wrongly     → exit status 1
 
 A message names the field, the value and the fix.
 """
@@ -105,3 +106,7 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, retry_after: float = 2.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class MeasurementError(AnaphoraError):
+    """A server under measurement cannot be reached, failed, or answered wrongly."""

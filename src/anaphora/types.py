@@ -231,6 +231,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     architecture: str
     num_parameters: int
+    num_multiplied_weights: int  # each token is multiplied with them; those of the head not counted
+    num_head_weights: int  # only a token whose logits are wanted is multiplied with them
     vocab_size: int
     max_model_len: int
     dtype: str
@@ -238,6 +240,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     weight_bytes: int
+    step_weight_bytes: int  # of them, what a step that chooses one token reads
     kv_cache_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int

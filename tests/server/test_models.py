@@ -16,7 +16,9 @@ def test_models_go_by_all_their_names(serve: Serve) -> None:
     server = serve(served_model_names=["org/model", "alias"])
     with server.openai() as sdk:
         assert [model.id for model in sdk.models.list()] == ["org/model", "alias"]
-        assert sdk.models.retrieve("org/model").owned_by == "anaphora"
+        model = sdk.models.retrieve("org/model")
+        assert model.owned_by == "anaphora"
+        assert (model.model_extra or {})["info"]["vocab_size"] == server.llm.info.vocab_size
         answer = sdk.completions.create(model="alias", prompt="a")
         assert answer.model == "alias"
         with pytest.raises(openai.NotFoundError) as caught:

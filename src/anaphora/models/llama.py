@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from anaphora.loaders.checkpoint import Checkpoint
 from anaphora.loaders.packed import PackedWeights
@@ -142,9 +141,30 @@ class Llama:
     @property
     def weight_bytes(self) -> int:
         """Memory of all weights."""
-        linears = [self.lm_head]
-        arrays: list[npt.NDArray[np.generic]] = [self.embed_tokens, self.norm.weight]
+        return self.embed_tokens.nbytes + self.step_weight_bytes
+
+    @property
+    def num_multiplied_weights(self) -> int:
+        """Weights that every token is multiplied with, without the head."""
+        return sum(w.in_features * w.out_features for w in self._layer_linears())
+
+    @property
+    def num_head_weights(self) -> int:
+        """Weights that a token is multiplied with when its logits are wanted."""
+        return self.lm_head.in_features * self.lm_head.out_features
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Memory of the weights that a step over one token reads: all but the embedding."""
+        norms = [self.norm]
         for layer in self.layers:
-            linears += [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj]
-            arrays += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-        return sum(w.num_bytes for w in linears) + sum(a.nbytes for a in arrays)
+            norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        linears = [self.lm_head, *self._layer_linears()]
+        return sum(w.num_bytes for w in linears) + sum(norm.weight.nbytes for norm in norms)
+
+    def _layer_linears(self) -> list[Linear]:
+        return [
+            linear
+            for layer in self.layers
+            for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+        ]

@@ -30,6 +30,18 @@ class Model(Protocol):
     def weight_bytes(self) -> int:
         """Memory of all weights."""
 
+    @property
+    def num_multiplied_weights(self) -> int:
+        """Weights that every token is multiplied with, without the head."""
+
+    @property
+    def num_head_weights(self) -> int:
+        """Weights that a token is multiplied with when its logits are wanted."""
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Memory of the weights that a step over one token reads."""
+
 
 MODELS = {"llama": Llama}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -160,7 +161,8 @@ class NativeOps:
         return self._batch[2]
 
 
-class Peaks(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peaks:
     """What this machine can do at most, all threads together; a multiply-add is two operations."""
 
     int8_ops_per_second: float
@@ -168,9 +170,15 @@ class Peaks(NamedTuple):
     memory_bytes_per_second: float
 
 
-def measure_peaks(seconds: float = 0.5) -> Peaks:
-    """Measures for about ``seconds`` each, with the kernels and threads in use."""
-    return Peaks(*_native.measure_peaks(seconds))
+def measure_peaks(threads: int | None = None, seconds: float = 0.5) -> Peaks:
+    """Measures for about ``seconds`` each, with the kernels in use and so many threads."""
+    _native.set_num_threads(threads or usable_cores())
+    int8_ops, float_ops, memory_bytes = _native.measure_peaks(seconds)
+    return Peaks(
+        int8_ops_per_second=int8_ops,
+        float_ops_per_second=float_ops,
+        memory_bytes_per_second=memory_bytes,
+    )
 
 
 def cpu_features() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -54,6 +55,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": service.llm.info.name,
         "parent": None,
         "max_model_len": service.llm.info.max_model_len,
+        "info": msgspec.to_builtins(service.llm.info),
     }
 
 

@@ -1,0 +1,43 @@
+"""A GGUF file as Q8_0, in our own environment: ``convert_gguf.py SOURCE TARGET``."""
+
+from __future__ import annotations
+
+import sys
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+
+Q8_0 = GGMLQuantizationType.Q8_0
+MOSTLY_Q8_0 = 7  # general.file_type
+
+
+def main() -> None:
+    """Copies metadata, requantises matrices, keeps vectors in float32."""
+    source, target = sys.argv[1:]
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in (
+            "general.architecture",
+            "general.file_type",
+        ):
+            continue
+        kind = field.types[0]
+        element = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=element)
+    writer.add_file_type(MOSTLY_Q8_0)
+    for tensor in reader.tensors:
+        values = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            writer.add_tensor(tensor.name, quants.quantize(values, Q8_0), raw_dtype=Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

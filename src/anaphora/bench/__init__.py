@@ -1,0 +1,1 @@
+"""``anaphora bench``: what a server does for its clients, measured from outside."""
