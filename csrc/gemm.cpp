@@ -53,7 +53,7 @@ struct Int8Rows {
     int k, groups;      // k padded to whole groups
     Activation* q;      // [m, k]
     float* scale;       // [m, groups]
-    int32_t* sum;       // [m, groups]
+    int32_t* start;     // [m, groups], where a group's sum begins
 
     static int64_t bytes(int m, int k) {
         const int groups = ceil_div(k, kGroup);
@@ -67,7 +67,7 @@ struct Int8Rows {
     }
     void set(int row, int group, f32x16 low, f32x16 high) const {
         const int64_t at = int64_t{row} * groups + group;
-        quantize_group(low, high, q + at * kGroup, scale + at, sum + at);
+        quantize_group(low, high, q + at * kGroup, scale + at, start + at);
     }
 };
 
@@ -86,16 +86,16 @@ struct Int8Problem {
     int64_t panel_size() const { return int64_t{kPanel} * rows.k; }
 
     template <int R, int C>
-    void tile(int row, int panel, f32x16 (&total)[R][C]) const {
+    void tile(int row, int panel, bool is_first, f32x16 (&total)[R][C]) const {
         const int8_t* weights = w + panel * panel_size();
         const Activation* x = rows.q + int64_t{row} * rows.k;
         const float* scale = rows.scale + int64_t{row} * rows.groups;
-        const int32_t* sum = rows.sum + int64_t{row} * rows.groups;
+        const int32_t* start = rows.start + int64_t{row} * rows.groups;
         for (int g = 0; g < rows.groups; ++g) {
             i32x16 acc[R][C];
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < C; ++c)
-                    acc[r][c] = kWeightOffset == 0 ? zero_i32() : set1(-sum[r * rows.groups + g]);
+                    acc[r][c] = kWeightOffset == 0 ? zero_i32() : set1(start[r * rows.groups + g]);
             for (int i = 0; i < kGroup; i += kDepth) {
                 Weights column[C];
                 for (int c = 0; c < C; ++c)
@@ -108,6 +108,9 @@ struct Int8Problem {
                 for (int c = 0; c < C; ++c)
                     total[r][c] =
                         total[r][c] + to_float(acc[r][c]) * set1(scale[r * rows.groups + g]);
+            if (is_first)  // the next tile's weights, on their way from memory meanwhile
+                for (int c = 0; c < C; ++c)
+                    prefetch<kPanel * kGroup>(weights + (C + c) * panel_size());
             weights += kPanel * kGroup;
             x += kGroup;
         }
@@ -127,7 +130,7 @@ struct FloatProblem {
     int64_t panel_size() const { return int64_t{kPanel} * rows.k; }
 
     template <int R, int C>
-    void tile(int row, int panel, f32x16 (&total)[R][C]) const {
+    void tile(int row, int panel, bool, f32x16 (&total)[R][C]) const {
         const float* weights = w + panel * panel_size();
         const float* x = rows.x + int64_t{row} * rows.k;
         for (int i = 0; i < rows.k; ++i) {
@@ -159,11 +162,11 @@ struct Target {
 };
 
 template <int R, int C, class Problem>
-void run_tile(const Problem& p, const Target& target, int row, int panel) {
+void run_tile(const Problem& p, const Target& target, int row, int panel, bool is_first) {
     f32x16 total[R][C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) total[r][c] = set1(0.0f);
-    p.tile(row, panel, total);
+    p.tile(row, panel, is_first, total);
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) {
             f32x16 v = total[r][c];
@@ -200,10 +203,12 @@ void run_block(const Problem& p, const Target& target, int row, int row_end, int
                 constexpr int R = rows, C = panels_of(R);
                 int at = panel;
                 const int end = std::min(panel + width, panel_end);
-                for (; at + C <= end; at += C) run_tile<R, C>(p, target, begin, at);
+                const bool is_first = t == 0;
+                for (; at + C <= end; at += C) run_tile<R, C>(p, target, begin, at, is_first);
                 if constexpr (C > 2)
-                    for (; at + 2 <= end; at += 2) run_tile<R, 2>(p, target, begin, at);
-                for (; at < end; ++at) run_tile<R, 1>(p, target, begin, at);
+                    for (; at + 2 <= end; at += 2)
+                        run_tile<R, 2>(p, target, begin, at, is_first);
+                for (; at < end; ++at) run_tile<R, 1>(p, target, begin, at, is_first);
             });
         }
 }

@@ -31,6 +31,13 @@ struct Aligned {
 template <class T>
 using AlignedVector = std::vector<T, Aligned<T>>;
 
+// Asks for so many bytes to come to the second-level cache.
+template <int Bytes>
+inline void prefetch(const void* p) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 2);
+}
+
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Loads up to sixteen floats; the lanes beyond `count` are zero.
@@ -71,8 +78,8 @@ inline float inverse_rms(const float* x, int k, float eps) {
 
 // Rounds a group of 32 activations to int8: q = round(x / scale), scale = max |x| / 127. A group
 // with an infinite or NaN value gets a NaN scale, so that the damage shows; one without a value
-// above 1e-30 becomes zeros. `sum` is what the weights' offset adds to each column's product.
-inline void quantize_group(f32x16 low, f32x16 high, Activation* q, float* scale, int32_t* sum) {
+// above 1e-30 becomes zeros. `start` takes back what the weights' offset adds to each product.
+inline void quantize_group(f32x16 low, f32x16 high, Activation* q, float* scale, int32_t* start) {
     constexpr float largest_int8 = 127.0f;
     const float largest = reduce_max(max(abs(low), abs(high)));
     const float poison = reduce_add(low * set1(0.0f) + high * set1(0.0f));
@@ -82,7 +89,7 @@ inline void quantize_group(f32x16 low, f32x16 high, Activation* q, float* scale,
     store_activations(q, a);
     store_activations(q + kLanes, b);
     *scale = (is_zero ? 0.0f : largest / largest_int8) + poison;
-    *sum = poison == 0.0f ? static_cast<int32_t>(reduce_add(a + b)) * kWeightOffset : 0;
+    *start = poison == 0.0f ? -kWeightOffset * static_cast<int32_t>(reduce_add(a + b)) : 0;
 }
 
 }  // namespace ANAPHORA_ISA

@@ -5,8 +5,10 @@ These are msgspec structs because they also cross the socket to the engine proce
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -89,9 +91,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
+@functools.cache
+def _params_fields() -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(SamplingParams)  # it resolves annotations at each call
+
+
 def _check_types(params: SamplingParams) -> None:
     """Structs check types when they are decoded, not when they are made: do it here as well."""
-    for field in msgspec.structs.fields(SamplingParams):
+    for field in _params_fields():
         value = getattr(params, field.name)
         try:
             msgspec.convert(value, field.type)
@@ -162,13 +169,21 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             ("stop_token_ids", self.params.stop_token_ids),
             ("logit_bias", self.params.logit_bias),
         ):
-            wrong = [i for i in token_ids if type(i) is not int or not 0 <= i < vocab_size]
-            if wrong:
+            if not are_token_ids(token_ids, vocab_size):
+                wrong = next(i for i in token_ids if not are_token_ids((i,), vocab_size))
                 raise InvalidRequest(
-                    f"{param} has the token id {wrong[0]!r}; token ids are integers from 0 to "
+                    f"{param} has the token id {wrong!r}; token ids are integers from 0 to "
                     f"{vocab_size - 1}",
                     param=param,
                 )
+
+
+def are_token_ids(values: Collection[object], vocab_size: int) -> bool:
+    """Whether all ``values`` are integers from 0 to ``vocab_size`` - 1; quick for long prompts."""
+    if not set(map(type, values)) <= {int}:  # bool is an int in Python but not here
+        return False
+    ids = cast("Collection[int]", values)
+    return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

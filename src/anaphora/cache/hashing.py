@@ -16,7 +16,7 @@ from typing import NamedTuple, NewType
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 32
-LAYOUT_VERSION = 1  # of the K/V bytes in a block; part of every key
+LAYOUT_VERSION = 2  # of the K/V bytes in a block; part of every key
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:

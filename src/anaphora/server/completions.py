@@ -74,7 +74,7 @@ def parse_prompts(prompt: object) -> list[Prompt]:
 
 def _is_token_list(value: object) -> bool:
     # bool is an int in Python but not in JSON
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _echoes(service: Service, prompts: Sequence[Prompt]) -> list[str]:

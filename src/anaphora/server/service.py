@@ -23,7 +23,7 @@ from anaphora.server.schemas import (
 )
 from anaphora.server.served import ServedLLM
 from anaphora.server.transport import BodyReader
-from anaphora.types import SamplingParams
+from anaphora.types import SamplingParams, are_token_ids
 
 MAX_CHOICES_PER_REQUEST = 2048  # prompts times n
 # Encoding more characters on the event loop would hold up everybody's streams.
@@ -124,8 +124,10 @@ class Service:
                 f"{self.llm.info.max_model_len} tokens; shorten it",
                 param="prompt",
             )
-        for token_id in prompt:
-            check_token_id("prompt", token_id, self.llm.info.vocab_size)
+        vocab_size = self.llm.info.vocab_size
+        if not are_token_ids(prompt, vocab_size):
+            for token_id in prompt:
+                check_token_id("prompt", token_id, vocab_size)
         return prompt
 
     def generation(
