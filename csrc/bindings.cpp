@@ -48,6 +48,13 @@ int dim(const A& array, int axis) {
 // Per-channel vectors are read sixteen at a time, so they are padded like the weights.
 int64_t padded(int n) { return (int64_t{n} + kPanel - 1) / kPanel * kPanel; }
 
+// int8 weights lie in the order of one instruction set; float32 ones are the same for all.
+std::string layout_name(bool is_int8) {
+    if (!is_int8) return "float32";
+    return "int8 group " + std::to_string(kGroup) + " depth " + std::to_string(kernels().depth) +
+           " offset " + std::to_string(kernels().weight_offset);
+}
+
 using AnyVector = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // A packed weight together with the arrays that hold it.
@@ -55,6 +62,7 @@ struct WeightView {
     AnyVector data;
     std::optional<Array<const float, 1>> scale, bias;
     std::string layout;
+    int depth = kernels().depth, offset = kernels().weight_offset;
     Weight weight;
 
     WeightView(AnyVector data_,
@@ -73,6 +81,9 @@ struct WeightView {
         check(n > 0 && k > 0, "a weight needs at least one row and one column");
         check(data.dtype() == (weight.is_int8 ? nb::dtype<int8_t>() : nb::dtype<float>()),
               "packed weights are int8 with scales or float32 without");
+        check(layout == layout_name(weight.is_int8),
+              "a weight packed as '" + layout + "' cannot be used by kernels '" + kernels().name +
+                  "', which want '" + layout_name(weight.is_int8) + "'");
         check_size("packed weight's length", data.shape(0),
                    weight.is_int8 ? packed_size_int8(n, k) : packed_size_f32(n, k));
         if (scale) check_size("scale's length", scale->shape(0), padded(n));
@@ -80,17 +91,11 @@ struct WeightView {
     }
 };
 
-// int8 weights lie in the order of one instruction set; float32 ones are the same for all.
-std::string layout_name(bool is_int8) {
-    if (!is_int8) return "float32";
-    return "int8 group " + std::to_string(kGroup) + " depth " + std::to_string(kernels().depth) +
-           " offset " + std::to_string(kernels().weight_offset);
-}
-
 void check_weight(const WeightView& w, int k) {
     if (w.weight.k != k) fail(shape("x's row length", k, w.weight.k));
-    if (w.weight.is_int8 && w.layout != layout_name(true))
-        fail("a weight packed for '" + w.layout + "' cannot be used by kernels '" +
+    if (w.weight.is_int8 &&
+        (w.depth != kernels().depth || w.offset != kernels().weight_offset))
+        fail("a weight packed as '" + w.layout + "' cannot be used by kernels '" +
              kernels().name + "'");
 }
 

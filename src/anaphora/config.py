@@ -60,7 +60,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDtype = "auto"
     max_model_len: int | None = None  # None: what the model and the cache allow
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 128  # more prefills no faster, and others wait longer
     block_size: int = 16
     kv_cache_memory: int | None = None  # bytes; None: what gpu_memory_utilization leaves
     gpu_memory_utilization: float = 0.5

@@ -17,23 +17,32 @@ from tests.models.tiny import write_tiny_llama
 
 BEST, *OTHERS = _native.available_kernels()
 MODELS = [
-    *(f"tiny-{dtype}-{kernels}" for dtype in ("int8", "float32") for kernels in (BEST, *OTHERS)),
-    f"smollm2-int8-{BEST}",
-    f"smollm2-float32-{BEST}",
+    *(
+        ("tiny", dtype, kernels, "auto")
+        for dtype in ("int8", "float32")
+        for kernels in (BEST, *OTHERS)
+    ),
+    *(("tiny", "int8", BEST, kv_dtype) for kv_dtype in ("float16", "bfloat16", "float32")),
+    ("smollm2", "int8", BEST, "auto"),
+    ("smollm2", "float32", BEST, "auto"),
 ]
 NUM_PROMPT = 700  # crosses the first attention partition (512) and is no multiple of a block
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def driver(request, tmp_path_factory):
-    name, dtype, kernels = request.param.split("-", 2)
+    name, dtype, kernels, kv_dtype = request.param
     _native.select_kernels(kernels)
     if name == "tiny":
         path = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
     else:
         path = request.getfixturevalue("smollm2_path")
     config = EngineConfig(
-        model=str(path), dtype=dtype, threads=2, kv_cache_memory=2**30 if name != "tiny" else 2**26
+        model=str(path),
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        threads=2,
+        kv_cache_memory=2**30 if name != "tiny" else 2**26,
     )
     yield Driver(Engine(config))
     _native.select_kernels(BEST)
@@ -73,6 +82,22 @@ def test_warm(driver, prompt, cold):
     warm, num_cached = driver.run(prompt)
     assert num_cached == NUM_PROMPT // 16 * 16
     assert_bit_equal(warm, cold)
+
+
+def test_warm_to_the_end_of_the_last_block(driver, prompt):
+    """All blocks are found; the last token is computed, and the block that holds it not written."""
+    prompt = prompt[:688]
+    cold, _ = driver.run(prompt)
+    found = [block.block_id for block in driver.engine.cache.pool.blocks if block.key is not None]
+    before = driver.engine.runner.store.data[found]
+    warm, num_cached = driver.run(prompt, max_tokens=1)
+    assert num_cached == 687
+    assert_bit_equal(warm, cold[:1])
+    after = driver.engine.runner.store.data[found]
+    np.testing.assert_array_equal(after.view(np.uint8), before.view(np.uint8))
+    longer, num_cached = driver.run(prompt)
+    assert num_cached == 687
+    assert_bit_equal(longer, cold)
 
 
 @pytest.mark.parametrize("num_shared", [16, 17, 511, 512, 528, 699])

@@ -78,11 +78,18 @@ def claim_a_long_index(path):
     path.write_bytes(path.read_bytes()[:-8] + (2**60).to_bytes(8, "little"))
 
 
-def break_the_index(path):
-    path.write_bytes(path.read_bytes().replace(b'"arrays"', b'"arrow s'))
+def move_an_array(path):
+    """The index stays readable, and names other bytes of the file."""
+    path.write_bytes(path.read_bytes().replace(b'"offset":0,', b'"offset":8,'))
 
 
-@pytest.mark.parametrize("harm", [flip_a_bit, cut, empty, claim_a_long_index, break_the_index])
+def leave_eight_bytes(path):
+    path.write_bytes(path.read_bytes()[-8:])
+
+
+@pytest.mark.parametrize(
+    "harm", [flip_a_bit, cut, empty, leave_eight_bytes, claim_a_long_index, move_an_array]
+)
 def test_a_damaged_file_is_packed_anew(tmp_path, harm, caplog):
     loader = Loader(tmp_path)
     expected = loader.load()

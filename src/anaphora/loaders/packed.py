@@ -2,11 +2,10 @@
 
 One file for each model and kernel layout, memory-mapped::
 
-    arrays, each at a multiple of 64 bytes | index (JSON) | length of the index, 8 bytes
+    arrays, each at a multiple of 64 bytes | index (JSON) | SHA-256 of both | index length, 8 bytes
 
-The file's name binds the digest of the checkpoint and the layout, its index the SHA-256 of the
-arrays. A file that cannot be read or is damaged is packed anew; one that cannot be written costs
-the next start its speed and nothing else.
+The file's name binds the digest of the checkpoint and the layout. A file that cannot be read or is
+damaged is packed anew; one that cannot be written costs the next start its speed and nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from anaphora.ops.api import Linear, Ops
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of the file's format and of how weights are rounded
+_VERSION = 2  # of the file's format and of how weights are rounded
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
+_DIGEST_BYTES = 32
 _UNUSED_SECONDS = 30 * 24 * 3600  # a file not opened for so long is removed
 _ABANDONED_SECONDS = 3600  # as is what a killed process was writing
 
@@ -43,11 +43,6 @@ class _Array(msgspec.Struct, frozen=True):
     offset: int
     dtype: str
     shape: tuple[int, ...]
-
-
-class _Index(msgspec.Struct, frozen=True):
-    arrays: dict[str, _Array]
-    sha256: str  # of everything before the index
 
 
 class PackedWeights:
@@ -153,9 +148,11 @@ class _Writer:
             return None
         if not is_complete:
             return self._remove()
-        index = msgspec.json.encode(_Index(self._arrays, self._hash.hexdigest()))
+        index = msgspec.json.encode(self._arrays)
+        self._hash.update(index)
+        length = len(index).to_bytes(_LENGTH_BYTES, "little")
         try:
-            self._file.write(index + len(index).to_bytes(_LENGTH_BYTES, "little"))
+            self._file.write(index + self._hash.digest() + length)
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -196,20 +193,20 @@ def _open(path: Path) -> Arrays | None:
 
 def _read(memory: mmap.mmap) -> Arrays:
     """Raises ValueError, MsgspecError or TypeError for a file that is not as it was written."""
-    end = len(memory) - _LENGTH_BYTES
-    start = end - int.from_bytes(memory[max(end, 0) :], "little")
+    end = len(memory) - _LENGTH_BYTES - _DIGEST_BYTES
+    start = end - int.from_bytes(memory[-_LENGTH_BYTES:], "little")
     if start < 0:
         raise ValueError("it is cut off")
-    index = msgspec.json.decode(memory[start:end], type=_Index)
     with memoryview(memory) as view:
-        digest = hashlib.sha256(view[:start]).hexdigest()
-    if digest != index.sha256:
+        digest = hashlib.sha256(view[:end]).digest()
+    if digest != memory[end : end + _DIGEST_BYTES]:
         raise ValueError("its SHA-256 is wrong")
+    index = msgspec.json.decode(memory[start:end], type=dict[str, _Array])
     return {
         name: np.frombuffer(
             memory, np.dtype(a.dtype), count=int(np.prod(a.shape, dtype=np.int64)), offset=a.offset
         ).reshape(a.shape)
-        for name, a in index.arrays.items()
+        for name, a in index.items()
     }
 
 
