@@ -35,7 +35,7 @@ $(VENV)/created:
 
 # The package itself, editable, with its compiled kernels.
 $(VENV)/installed: $(VENV)/created $(SOURCES)
-	@echo "installing into $(VENV); the first time takes about a minute"
+	@echo "installing into $(VENV); the first time takes one to two minutes"
 	@$(BIN)/pip install --quiet --editable .
 	@touch $@
 

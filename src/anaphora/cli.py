@@ -307,9 +307,9 @@ def bench(
     Workloads: prefill-512, prefill-2048, hot-2048, decode-1, decode-8,
     decode-32, shared16, chat, hit-rate.
 
-    Without --url the model is served twice, with caching and without, and
-    the two are compared. Tables come first; the last line of output is one
-    JSON document. All workloads take about four minutes a repeat.
+    Without --url it starts servers of its own; shared16 and hit-rate then
+    compare one with its cache and one without. Tables come first; the last
+    line of output is one JSON document. All workloads take about four minutes a repeat.
     """
     from anaphora.bench.run import BenchOptions, run
 
@@ -352,7 +352,7 @@ def pull(
 @app.command()
 def doctor() -> None:
     """Show what this machine offers and what Anaphora makes of it."""
-    from anaphora.loaders.sources import models_dir
+    from anaphora.loaders.sources import models_dir, packed_dir
     from anaphora.machine import usable_cores, usable_memory
     from anaphora.ops.native import (
         available_kernels,
@@ -375,6 +375,8 @@ def doctor() -> None:
     table.add_row("model cache", str(directory))
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         table.add_row("", f"{path.relative_to(directory)} ({format_size(path.stat().st_size)})")
+    packed = sum(path.stat().st_size for path in packed_dir().glob("*.weights"))
+    table.add_row("packed weights", f"{packed_dir()} ({format_size(packed)})")
     Console().print(table)
 
 

@@ -163,7 +163,7 @@ def _figures_table(title: str, lines: Sequence[Line]) -> Table:
             "-" if line.limit is None else format_value(line.limit, line.figure.unit),
             "-" if line.limit is None else f"{line.median / line.limit:.0%}",
             "-" if line.cached_share is None else f"{line.cached_share:.0%}",
-            f"{line.spread:.0%}",
+            f"{line.spread:.0%}" if len(line.samples) > 1 else "-",
         )
     return table
 
