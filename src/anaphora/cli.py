@@ -324,7 +324,8 @@ def bench(
         dtype=dtype,
         kv_cache_memory=kv_cache_memory or "2GiB",
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its servers
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an exit that ends its servers
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     report: Any
     if profile:
         from anaphora.bench.profile import profile_decode

@@ -122,3 +122,26 @@ def test_our_server_tells_what_it_is_and_what_was_cached() -> None:
 
     with serving() as serve:
         asyncio.run(run(serve("k", llm=FakeLLM()).url))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://127.0.0.1:99999", "http://", "ftp://127.0.0.1/v1", "x", ""]
+)
+def test_a_url_that_is_none_is_named(url):
+    async def run():
+        async with connect(url):
+            pass
+
+    with pytest.raises(MeasurementError, match="--url is"):
+        asyncio.run(run())
+
+
+def test_a_model_list_with_odd_sizes_is_an_error():
+    models = b'{"data": [{"id": "m", "meta": {"n_vocab": "many"}}]}'
+
+    async def run():
+        async with scripted(LAST, models=models) as url, connect(url):
+            pass
+
+    with pytest.raises(MeasurementError, match="not a list of models"):
+        asyncio.run(run())

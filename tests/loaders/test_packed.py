@@ -125,6 +125,28 @@ def test_a_full_disk_costs_only_time(tmp_path, caplog, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_cannot_be_touched_is_used_all_the_same(tmp_path, monkeypatch, caplog):
+    loader = Loader(tmp_path)
+    expected = loader.load()
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("anaphora.loaders.packed.os.utime", refuse)
+    np.testing.assert_array_equal(loader.load(), expected)
+    assert loader.num_packed == 1
+    assert not caplog.text
+
+
+def test_a_pipe_in_place_of_the_file_does_not_hang_the_start(tmp_path):
+    loader = Loader(tmp_path)
+    expected = loader.load()
+    path = only_file(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    np.testing.assert_array_equal(loader.load(), expected)
+
+
 def test_a_load_that_fails_leaves_nothing(tmp_path):
     with (
         contextlib.suppress(ZeroDivisionError),

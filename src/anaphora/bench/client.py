@@ -63,10 +63,14 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+class _Meta(msgspec.Struct):
+    n_vocab: int | None = None
+
+
 class _ModelEntry(msgspec.Struct):
     id: str
     info: ModelInfo | None = None  # ours says what it resolved
-    meta: dict[str, Any] | None = None  # llama-server
+    meta: _Meta | None = None  # llama-server
 
 
 class _ModelList(msgspec.Struct):
@@ -85,7 +89,7 @@ class CompletionClient:
         self._url = f"{base_url}/completions"
         self.model = model.id
         self.info = model.info
-        self.vocab_size: int | None = (model.meta or {}).get("n_vocab")  # None: it does not say
+        self.vocab_size = model.meta.n_vocab if model.meta else None  # None: it does not say
         if model.info is not None:
             self.vocab_size = model.info.vocab_size
 
@@ -138,8 +142,17 @@ async def connect(
     Raises ``MeasurementError``, also when the server has no such model.
     """
     base_url = url.rstrip("/")
-    if not urlsplit(base_url).path:
+    try:
+        parts = urlsplit(base_url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise MeasurementError(f"--url is {url!r}; it must be like http://127.0.0.1:8000/v1")
+    if not parts.path:
         base_url += "/v1"
+    if api_key and not api_key.isascii():
+        raise MeasurementError("--api-key has characters that no HTTP header can carry")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     # no proxy from the environment: what is measured is this server
     async with httpx.AsyncClient(
@@ -205,7 +218,7 @@ def _naming(method: str, url: str) -> Iterator[None]:
     """Errors of the network and of JSON say what was asked of whom."""
     try:
         yield
-    except (httpx.TransportError, httpx.InvalidURL) as error:
+    except (httpx.RequestError, httpx.InvalidURL, OverflowError) as error:
         raise MeasurementError(f"{method} {url}: {type(error).__name__}: {error}") from None
     except msgspec.MsgspecError as error:
         raise MeasurementError(f"{method} {url}: an event cannot be read: {error}") from None

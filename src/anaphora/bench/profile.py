@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from anaphora.bench.run import BenchOptions, run, showing_progress
@@ -236,7 +237,7 @@ longer is the socket, HTTP, and a client on the same cores."""
 
 
 def _table(model: str, breakdown: Breakdown) -> Table:
-    table = Table(title=f"{model}: a decode step, batch of {breakdown.batch_size}")
+    table = Table(title=f"{escape(model)}: a decode step, batch of {breakdown.batch_size}")
     table.title_justify = "left"
     table.add_column("part")
     table.add_column("time", justify="right")

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from anaphora.bench.hitrate import LOAD, SHARES, Gain, Loops, Sweep
@@ -138,7 +139,7 @@ class Report:
     def show(self, console: Console) -> None:
         """The tables."""
         where = self.url or "this machine"
-        title = f"{self.model} on {where}, medians of {self.repeats}, seed {self.seed}"
+        title = f"{escape(self.model)} on {where}, medians of {self.repeats}, seed {self.seed}"
         if self.info is not None:
             title += f"; {self.info.dtype}, {self.info.kernels}, {self.info.threads} threads"
         if self.lines:

@@ -176,14 +176,18 @@ class _Writer:
 def _open(path: Path) -> Arrays | None:
     """The arrays of a file, memory-mapped; None if there is none or it is damaged."""
     try:
-        with path.open("rb") as file:
+        # not blocking: whatever else lies there under that name must not hold up the start
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        os.utime(path)  # in use: not to be swept
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # mmap refuses an empty file with ValueError
         logger.warning("packed weights in %s cannot be read: %s", path, error)
         return None
+    with contextlib.suppress(OSError):  # it may be another user's, or on a read-only disk
+        os.utime(path)  # in use: not to be swept
     try:
         return _read(memory)
     except (ValueError, msgspec.MsgspecError, TypeError) as error:
@@ -195,13 +199,13 @@ def _read(memory: mmap.mmap) -> Arrays:
     """Raises ValueError, MsgspecError or TypeError for a file that is not as it was written."""
     end = len(memory) - _LENGTH_BYTES - _DIGEST_BYTES
     start = end - int.from_bytes(memory[-_LENGTH_BYTES:], "little")
-    if start < 0:
+    if not 0 < start < end:
         raise ValueError("it is cut off")
+    index = msgspec.json.decode(memory[start:end], type=dict[str, _Array])  # before a long hash
     with memoryview(memory) as view:
         digest = hashlib.sha256(view[:end]).digest()
     if digest != memory[end : end + _DIGEST_BYTES]:
         raise ValueError("its SHA-256 is wrong")
-    index = msgspec.json.decode(memory[start:end], type=dict[str, _Array])
     return {
         name: np.frombuffer(
             memory, np.dtype(a.dtype), count=int(np.prod(a.shape, dtype=np.int64)), offset=a.offset

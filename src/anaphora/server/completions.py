@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -61,15 +61,25 @@ def parse_prompts(prompt: object) -> list[Prompt]:
             f"prompt has {len(prompts)} elements; at most {MAX_CHOICES_PER_REQUEST} are allowed",
             param="prompt",
         )
-    for index, element in enumerate(prompts):
-        if not isinstance(element, str) and not _is_token_list(element):
-            where = f"prompt[{index}]"
-            raise InvalidRequest(f"{where} is {describe(element)}; {_SHAPES}", param=where)
-        if type(element) is not type(prompts[0]):
-            raise InvalidRequest(f"prompt mixes strings and token ids; {_SHAPES}", param="prompt")
+    for where, value in _faults(prompts):
+        raise InvalidRequest(f"{where} is {describe(value)}; {_SHAPES}", param=where)
     if not all(prompts) or not prompts:
         raise InvalidRequest("prompt is empty; send at least one token", param="prompt")
+    if any(type(element) is not type(prompts[0]) for element in prompts):
+        raise InvalidRequest(f"prompt mixes strings and token ids; {_SHAPES}", param="prompt")
     return prompts
+
+
+def _faults(prompts: list[Any]) -> Iterator[tuple[str, Any]]:
+    """What is neither a text nor a list of token ids, by its place."""
+    is_one_list = bool(prompts) and type(prompts[0]) is int  # of token ids, one of them wrong
+    for index, element in enumerate(prompts):
+        if isinstance(element, list) and element and not is_one_list:
+            for position, item in enumerate(element):
+                if type(item) is not int:
+                    yield f"prompt[{index}][{position}]", item
+        elif type(element) is not (int if is_one_list else str):
+            yield f"prompt[{index}]", element
 
 
 def _is_token_list(value: object) -> bool:
