@@ -108,7 +108,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._queues: dict[str, asyncio.Queue[SequenceOutput | EngineError]] = {}
-        self._stats = EngineStats()
+        self._current_stats = EngineStats()  # of the engine that runs
         self._finished_stats = EngineStats()  # counters of the engines that died
 
     async def start(self) -> None:
@@ -158,7 +158,7 @@ class AsyncLLM:
 
     def stats(self) -> EngineStats:
         """Counters since the start, over all engines, and gauges of the last step."""
-        return self._stats
+        return _sum_counters(self._finished_stats, self._current_stats)
 
     def generate(
         self,
@@ -316,7 +316,7 @@ class AsyncLLM:
         while True:
             message = decode_up(await child.socket.recv())
             assert isinstance(message, StepOutputs)
-            self._stats = _sum_counters(self._finished_stats, message.stats)
+            self._current_stats = message.stats
             for output in message.outputs:
                 queue = self._queues.get(output.request_id)
                 if queue is not None:  # else its client has gone
@@ -324,9 +324,10 @@ class AsyncLLM:
 
     def _keep_counters(self) -> None:
         gone = dict.fromkeys(_GAUGES, 0)
-        restarts = self._stats.num_engine_restarts + 1
-        stats = {**_as_dict(self._stats), **gone, "num_engine_restarts": restarts}
-        self._stats = self._finished_stats = EngineStats(**stats)
+        stats = self.stats()
+        restarts = stats.num_engine_restarts + 1
+        kept = {**_as_dict(stats), **gone, "num_engine_restarts": restarts}
+        self._finished_stats, self._current_stats = EngineStats(**kept), EngineStats()
 
     def _fail_requests(self, error: type[EngineError], message: str) -> None:
         for queue in self._queues.values():
