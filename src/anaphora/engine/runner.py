@@ -25,25 +25,34 @@ class ModelRunner:
 
 def make_batch(chunks: list[Chunk], block_size: int) -> Batch:
     """The chunks' tokens side by side."""
+    # Lists of numbers: for a decode's few tokens NumPy's calls would take longer than the work.
     token_ids: list[int] = []
-    positions, slots = [], []
+    positions: list[int] = []
+    seq_index: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
     width = max(len(chunk.seq.block_table) for chunk in chunks)
     block_tables = np.zeros((len(chunks), width), np.int32)
     for row, chunk in enumerate(chunks):
-        seq, start = chunk.seq, chunk.seq.num_computed_tokens
-        token_ids += seq.token_ids[start : start + chunk.num_tokens]
-        block_tables[row, : len(seq.block_table)] = seq.block_table
-        span = np.arange(start, start + chunk.num_tokens)
-        positions.append(span)
-        own = block_tables[row, span // block_size].astype(np.int64) * block_size
-        slots.append(np.where(span < seq.num_found_tokens, NO_SLOT, own + span % block_size))
-    lengths = [chunk.num_tokens for chunk in chunks]
-    last_rows = np.cumsum(lengths) - 1
+        seq, table = chunk.seq, chunk.seq.block_table
+        span = range(seq.num_computed_tokens, seq.num_computed_tokens + chunk.num_tokens)
+        block_tables[row, : len(table)] = table
+        token_ids += seq.token_ids[span.start : span.stop]
+        positions += span
+        seq_index += [row] * len(span)
+        slots += [
+            NO_SLOT
+            if p < seq.num_found_tokens
+            else table[p // block_size] * block_size + p % block_size
+            for p in span
+        ]
+        if chunk.is_last:
+            logit_rows.append(len(token_ids) - 1)
     return Batch(
         token_ids=np.array(token_ids, np.int32),
-        positions=np.concatenate(positions).astype(np.int32),
-        seq_index=np.repeat(np.arange(len(chunks), dtype=np.int32), lengths),
-        slots=np.concatenate(slots),
+        positions=np.array(positions, np.int32),
+        seq_index=np.array(seq_index, np.int32),
+        slots=np.array(slots, np.int64),
         block_tables=block_tables,
-        logit_rows=last_rows[[chunk.is_last for chunk in chunks]].astype(np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
     )
