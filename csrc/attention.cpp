@@ -30,15 +30,6 @@ using anaphora::parallel_for;
 constexpr int kTileRows = 48;      // scores of a tile: 48 x 512 floats, 96 KiB of L2
 constexpr int kMaxSplitTokens = 64;  // beyond this the pieces' sums would take much memory
 
-// Calls body with `rows` (1 to Most) as a compile-time constant.
-template <int Most, class Body>
-inline void with_rows(int rows, Body&& body) {
-    if constexpr (Most > 1) {
-        if (rows < Most) return with_rows<Most - 1>(rows, body);
-    }
-    body(std::integral_constant<int, Most>{});
-}
-
 // One row's softmax so far: acc holds sum p v, not yet divided by l.
 struct RowState {
     float m;

@@ -350,7 +350,6 @@ NB_MODULE(_native, m) {
           "rope"_a);
     m.def("attention", &attention, "kv"_a, "layer"_a, array("qkv"), "batch"_a, "scale"_a,
           array("out"), "window"_a, array("sinks").none());
-    m.def("kv_int16_max", &kv_int16_max, "head_dim"_a);
     m.def("packed_size_int8", &packed_size_int8, "n"_a, "k"_a);
     m.def("packed_size_f32", &packed_size_f32, "n"_a, "k"_a);
     m.def("pack_int8", &pack_int8_array, array("w"), array("out"));

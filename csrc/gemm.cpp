@@ -3,7 +3,6 @@
 // A tile is R rows by C panels of sixteen columns, its sums held in registers. How an output is
 // summed over k does not depend on R and C, so cutting the work never changes it.
 #include <algorithm>
-#include <type_traits>
 
 #include "isa.h"
 #include "rows.h"
@@ -175,19 +174,6 @@ void run_tile(const Problem& p, const Target& target, int row, int panel, bool i
         }
 }
 
-// Calls body with `rows` (1 to kRows) as a compile-time constant.
-template <class Body>
-inline void with_rows(int rows, Body&& body) {
-    switch (rows) {
-        case 1: return body(std::integral_constant<int, 1>{});
-        case 2: return body(std::integral_constant<int, 2>{});
-        case 3: return body(std::integral_constant<int, 3>{});
-        case 4: return body(std::integral_constant<int, 4>{});
-        case 5: return body(std::integral_constant<int, kRows < 5 ? 4 : 5>{});
-        default: return body(std::integral_constant<int, kRows>{});
-    }
-}
-
 // Rows [row, row_end) by panels [panel, panel_end), in tiles of about equal height.
 template <class Problem>
 void run_block(const Problem& p, const Target& target, int row, int row_end, int panel,
@@ -199,7 +185,7 @@ void run_block(const Problem& p, const Target& target, int row, int row_end, int
     for (; panel < panel_end; panel += width)
         for (int t = 0; t < tiles; ++t) {
             const int begin = first_row(t);
-            with_rows(first_row(t + 1) - begin, [&](auto rows) {
+            with_rows<kRows>(first_row(t + 1) - begin, [&](auto rows) {
                 constexpr int R = rows, C = panels_of(R);
                 int at = panel;
                 const int end = std::min(panel + width, panel_end);

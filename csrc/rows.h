@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -56,6 +57,15 @@ inline void store_first(float* p, f32x16 v, int count) {
     float lanes[kLanes];
     store(lanes, v);
     std::copy(lanes, lanes + count, p);
+}
+
+// Calls body with `rows` (1 to Most) as a compile-time constant.
+template <int Most, class Body>
+inline void with_rows(int rows, Body&& body) {
+    if constexpr (Most > 1) {
+        if (rows < Most) return with_rows<Most - 1>(rows, body);
+    }
+    body(std::integral_constant<int, Most>{});
 }
 
 template <class Body>

@@ -71,11 +71,6 @@ class PackedWeights:
         if self._writer is not None:
             self._writer.finish(is_complete=kind is None)
 
-    @property
-    def is_found(self) -> bool:
-        """Whether the weights come from the file, without packing."""
-        return self._found is not None
-
     def array(self, name: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """The array ``name``, by ``make`` if it is not in the file."""
         if self._found is not None:
