@@ -152,23 +152,8 @@ struct Int16Format {
     }
 
     float set_query(const float* from, float scale, int16_t* to) const {
-        f32x16 lanes = set1(0.0f), damage = set1(0.0f);
-        for (int d = 0; d < dim; d += kLanes) {
-            const f32x16 v = load_first(from + d, dim - d) * set1(scale);
-            lanes = max(lanes, abs(v));
-            damage = damage + v * set1(0.0f);
-        }
-        const float largest = reduce_max(lanes);
-        const auto limit = static_cast<float>(anaphora::kv_int16_max(dim));
-        const bool is_zero = !(largest > 1e-30f);
-        const f32x16 inverse = set1(is_zero ? 0.0f : limit / largest);
-        for (int d = 0; d < dim; d += kLanes) {
-            int16_t rounded[kLanes];
-            const f32x16 v = load_first(from + d, dim - d) * set1(scale);
-            store_i16(rounded, max(set1(-limit), min(set1(limit), round(v * inverse))));
-            std::copy(rounded, rounded + std::min(kLanes, dim - d), to + d);
-        }
-        return (is_zero ? 0.0f : largest / limit) + reduce_add(damage);
+        return round_to_int16(from, dim, scale, anaphora::kv_int16_max(dim),
+                              [&](int d) { return to + d; });
     }
 
     void load_keys(int slot, int64_t block, int layer, int kv_head, int offset) {

@@ -30,28 +30,6 @@ void store_floats(const KVLayout& kv, int layer, const float* k, const float* v,
     }
 }
 
-// One key or value rounded to whole numbers within +-limit, its scale max |x| / limit, NaN if an
-// element is not finite; `to` takes each element's place.
-template <class To>
-void store_rounded(const float* x, int dim, int limit, float* scale, To&& to) {
-    f32x16 lanes = set1(0.0f), damage = set1(0.0f);
-    for (int d = 0; d < dim; d += kLanes) {
-        const f32x16 v = load_first(x + d, dim - d);
-        lanes = max(lanes, abs(v));
-        damage = damage + v * set1(0.0f);
-    }
-    const float largest = reduce_max(lanes), poison = reduce_add(damage);
-    const auto bound = static_cast<float>(limit);
-    const bool is_zero = !(largest > 1e-30f);
-    const f32x16 inverse = set1(is_zero ? 0.0f : bound / largest);
-    *scale = (is_zero ? 0.0f : largest / bound) + poison;
-    for (int d = 0; d < dim; d += kLanes) {
-        int16_t rounded[kLanes];
-        store_i16(rounded, max(set1(-bound), min(set1(bound), round(load_first(x + d, dim - d) * inverse))));
-        for (int i = 0; i < std::min(kLanes, dim - d); ++i) *to(d + i) = rounded[i];
-    }
-}
-
 void store_int16(const KVLayout& kv, int layer, const float* k, const float* v, int64_t slot) {
     const int dim = kv.head_dim, key_max = anaphora::kv_int16_max(dim);
     const auto offset = static_cast<int>(slot % kv.block_size);
@@ -63,10 +41,12 @@ void store_int16(const KVLayout& kv, int layer, const float* k, const float* v, 
         auto* values = reinterpret_cast<int16_t*>(value_part) + head * kv.head_elements() +
                        int64_t{offset / 2} * dim * 2 + offset % 2;
         const int scale_at = head * kv.block_size + offset;
-        store_rounded(k + head * dim, dim, key_max, kv.scales(key_part) + scale_at,
-                      [&](int d) { return keys + d / 2 * 2 * kPanel + d % 2; });
-        store_rounded(v + head * dim, dim, anaphora::kValueMax, kv.scales(value_part) + scale_at,
-                      [&](int d) { return values + 2 * d; });
+        kv.scales(key_part)[scale_at] =
+            round_to_int16(k + head * dim, dim, 1.0f, key_max,
+                           [&](int d) { return keys + d / 2 * 2 * kPanel + d % 2; });
+        kv.scales(value_part)[scale_at] =
+            round_to_int16(v + head * dim, dim, 1.0f, anaphora::kValueMax,
+                           [&](int d) { return values + 2 * d; });
     }
 }
 

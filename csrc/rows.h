@@ -102,4 +102,26 @@ inline void quantize_group(f32x16 low, f32x16 high, Activation* q, float* scale,
     *start = poison == 0.0f ? -kWeightOffset * static_cast<int32_t>(reduce_add(a + b)) : 0;
 }
 
+// A key, value or query times `factor`, rounded to whole numbers within +-limit; `to` gives each
+// element's place. Returns the scale, max |x| / limit, NaN if an element is not finite.
+template <class To>
+float round_to_int16(const float* x, int dim, float factor, int limit, To&& to) {
+    const auto at = [&](int d) { return load_first(x + d, dim - d) * set1(factor); };
+    f32x16 lanes = set1(0.0f), damage = set1(0.0f);
+    for (int d = 0; d < dim; d += kLanes) {
+        lanes = max(lanes, abs(at(d)));
+        damage = damage + at(d) * set1(0.0f);
+    }
+    const float largest = reduce_max(lanes);
+    const auto bound = static_cast<float>(limit);
+    const bool is_zero = !(largest > 1e-30f);
+    const f32x16 inverse = set1(is_zero ? 0.0f : bound / largest);
+    for (int d = 0; d < dim; d += kLanes) {
+        int16_t rounded[kLanes];
+        store_i16(rounded, max(set1(-bound), min(set1(bound), round(at(d) * inverse))));
+        for (int i = 0; i < std::min(kLanes, dim - d); ++i) *to(d + i) = rounded[i];
+    }
+    return (is_zero ? 0.0f : largest / bound) + reduce_add(damage);
+}
+
 }  // namespace ANAPHORA_ISA
