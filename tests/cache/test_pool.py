@@ -10,9 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.pool import BlockPool
 
+ROOT = BlockHash(bytes(32))
+
 
 def key(i):
-    return BlockKey(BlockHash(i.to_bytes(32, "little")), bytes([i]))
+    return BlockKey(BlockHash(i.to_bytes(32, "little")), ROOT, bytes([i]))
 
 
 def published(pool, i):
@@ -58,7 +60,7 @@ def test_a_held_block_is_never_taken():
 def test_a_hash_collision_is_a_miss():
     pool = BlockPool(2)
     published(pool, 0)
-    assert pool.find(BlockKey(key(0).block_hash, b"other tokens")) is None
+    assert pool.find(BlockKey(key(0).block_hash, ROOT, b"other tokens")) is None
 
 
 def test_the_first_of_two_equal_blocks_serves():

@@ -28,6 +28,7 @@ class BlockKey(NamedTuple):
     """What finds a block: its hash, and its own tokens, which a hit compares as well."""
 
     block_hash: BlockHash
+    parent: BlockHash  # of the block before it, or the root
     tokens: bytes  # encode_tokens of its token ids
 
 

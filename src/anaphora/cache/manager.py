@@ -156,7 +156,7 @@ class CacheManager:
             start = len(keys) * self.block_size
             parent = keys[-1].block_hash if keys else seq.root_hash
             tokens = encode_tokens(seq.token_ids[start : start + self.block_size])
-            keys.append(BlockKey(self._hasher.child(parent, tokens), tokens))
+            keys.append(BlockKey(self._hasher.child(parent, tokens), parent, tokens))
         return keys[index]
 
     def check(self) -> None:
