@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from anaphora.config import format_size
+from anaphora.errors import ConfigError
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_FILE = Path("/proc/self/cgroup")
@@ -54,3 +60,36 @@ def _our_groups(cgroup_file: Path) -> list[tuple[str, str]]:
     except OSError:
         return []
     return [(controllers, path) for _, controllers, path in (li.split(":", 2) for li in lines)]
+
+
+def map_memory(num_bytes: int, *, option: str, lock: bool = False) -> mmap.mmap:
+    """Zeroed memory of this process only, which stays out of core dumps.
+
+    Pages are committed when they are first written, or at once if ``lock``: then they are never
+    swapped out. Raises ``ConfigError`` that names ``option``, the one to lower.
+    """
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{format_size(num_bytes)} for the K/V cache cannot be had ({error}); "
+            f"lower {option} (a bare number means GiB)"
+        ) from None
+    for advice in ("MADV_DONTDUMP", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel may be built without it
+                memory.madvise(getattr(mmap, advice))
+    if lock:
+        _lock(memory, option)
+    return memory
+
+
+def _lock(memory: mmap.mmap, option: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(memory))) != 0:
+        raise ConfigError(
+            f"--lock-memory: {format_size(len(memory))} cannot be locked "
+            f"({os.strerror(ctypes.get_errno())}); raise the limit (ulimit -l, in systemd "
+            f"LimitMEMLOCK=infinity) or lower {option}"
+        )

@@ -8,13 +8,31 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
 from anaphora.errors import ContextTooLong, InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# Kinds of work, most urgent first: bought capacity, pay per token, what may take its time.
+Workload = Literal["provisioned", "interactive", "batch"]
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+DEFAULT_TENANT = "default"
+# Why computing a prompt's next block could not be skipped.
+MissReason = Literal[
+    "no_full_block",  # what is left does not fill one
+    "never_seen",
+    "diverged",  # known prompts go on differently
+    "evicted",
+    "purged",
+    "damaged",  # it could not be read back
+    "recompute_cheaper",  # than fetching it from a lower tier
+    "other_adapter",  # same tokens, computed with another adapter
+    "other_scope",  # same tokens, under another cache_salt or prompt_cache_key of this tenant
+    "disabled",
+]
+MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
 
 MAX_CHOICES = 128  # n
 MAX_TOKENS = 2**31 - 1
@@ -129,12 +147,14 @@ def _check_range(
 class CacheScope(msgspec.Struct, frozen=True):
     """Who may share K/V blocks. The tenant comes from the API key, never from the client.
 
-    The other fields are the client's and can only narrow the sharing within its tenant.
+    ``cache_salt`` and ``prompt_cache_key`` are the client's and can only narrow the sharing within
+    its tenant. ``adapter`` is the digest of the adapter that computes, empty for the model itself.
     """
 
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     prompt_cache_key: str = ""
+    adapter: str = ""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +164,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     scope: CacheScope = CacheScope()
+    workload: Workload = "interactive"
 
     def check(self, *, max_model_len: int, vocab_size: int) -> None:
         """Raises ``RequestError`` if a model of this size cannot serve the request."""
@@ -184,6 +205,17 @@ def are_token_ids(values: Collection[object], vocab_size: int) -> bool:
         return False
     ids = cast("Collection[int]", values)
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+
+
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What of one prompt was found in the cache, and why the rest was not. Counts in tokens."""
+
+    hits: dict[str, int]  # by tier: device, host, disk
+    num_missed_tokens: int
+    miss_reason: MissReason | None  # of the first block that was not found
+    first_differing_token: int | None = None  # diverged: its position in the prompt
+    lost_from: str | None = None  # evicted, purged, damaged: the tier
+    lost_seconds_ago: float | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

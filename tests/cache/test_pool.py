@@ -9,8 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.pool import BlockPool
+from anaphora.cache.shares import Owner
 
-ROOT = BlockHash(bytes(32))
+ROOT = BlockHash(b"root" * 8)
+ALICE = Owner("alice", "interactive")
 
 
 def key(i):
@@ -19,7 +21,7 @@ def key(i):
 
 def published(pool, i):
     block = pool.take()
-    assert pool.publish(block, key(i))
+    assert pool.publish(block, key(i), 0, ALICE)
     return block
 
 
@@ -66,19 +68,25 @@ def test_a_hash_collision_is_a_miss():
 def test_the_first_of_two_equal_blocks_serves():
     pool = BlockPool(2)
     first, second = published(pool, 0), pool.take()
-    assert not pool.publish(second, key(0))
+    assert not pool.publish(second, key(0), 0)
     assert pool.find(key(0)) is first
     pool.check()
 
 
-def test_forget_all_leaves_holders_their_blocks():
+def test_a_purge_leaves_holders_their_blocks_and_erases_them_later():
     pool = BlockPool(3)
+    erased = []
+    pool.erase = erased.append
     held, free = published(pool, 0), published(pool, 1)
     pool.release([free])
-    assert pool.forget_all() == 2
+    assert pool.purge(lambda block: block.owner == ALICE) == (2, 1)
     assert pool.find(key(0)) is None
+    assert erased == [free.block_id]
     assert held.ref_count == 1
     assert pool.num_free == 2
+    pool.check()
+    pool.release([held])
+    assert erased == [free.block_id, held.block_id]
     pool.check()
 
 
@@ -121,7 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.held))
         if block.key is None:
             is_new = i not in self.content.values()
-            assert self.pool.publish(block, key(i)) == is_new
+            assert self.pool.publish(block, key(i), 0, ALICE) == is_new
             if is_new:
                 self.content[block.block_id] = i
 
@@ -133,8 +141,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(blocks)
 
     @rule()
-    def forget_all(self):
-        assert self.pool.forget_all() == len(self.content)
+    def purge(self):
+        assert self.pool.purge(lambda _: True)[0] == len(self.content)
         self.content.clear()
 
     @invariant()

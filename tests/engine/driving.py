@@ -76,7 +76,7 @@ class Driver:
 
     def forget(self) -> None:
         """Empties the cache."""
-        self.engine.cache.pool.forget_all()
+        self.engine.cache.hierarchy.purge(lambda _: True)
 
 
 def assert_bit_equal(found: np.ndarray, expected: np.ndarray) -> None:

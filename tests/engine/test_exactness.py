@@ -172,11 +172,8 @@ def test_after_eviction_and_recomputation(driver, prompt, cold):
     """Only the tail of the prompt's blocks is lost, as under memory pressure."""
     driver.run(prompt)
     pool = driver.engine.cache.pool
-    findable = [b for b in pool._free.values() if b.key is not None]
-    keep = set(map(id, findable[-20:]))  # freed last: the head of the prompt
-    for block in findable:
-        if id(block) not in keep:
-            pool._forget(block)
+    num_empty = pool.num_free - pool.num_findable
+    pool.release([pool.take() for _ in range(num_empty + pool.num_findable - 20)])
     logits, num_cached = driver.run(prompt)
     assert num_cached == 20 * 16
     assert_bit_equal(logits, cold)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from anaphora.cache.hashing import BlockHash
+from anaphora.cache.pool import NOBODY
 from anaphora.engine.sampler import adjust, candidates, logprob, sample
 from anaphora.engine.sequence import Sequence
 from anaphora.types import SamplingParams
@@ -19,7 +20,13 @@ LOGITS = np.array([1.0, 3.0, 2.0, 0.0, -1.0, 3.0], np.float32)
 
 def make_sequence(generated=(), prompt_ids=(0,), **params):
     seq = Sequence(
-        "r", 0, list(prompt_ids), SamplingParams(**params), BlockHash(bytes(32)), max_tokens=100
+        "r",
+        0,
+        list(prompt_ids),
+        SamplingParams(**params),
+        BlockHash(bytes(32)),
+        max_tokens=100,
+        owner=NOBODY,
     )
     for token_id in generated:
         seq.append(token_id, frozenset())

@@ -281,8 +281,8 @@ def test_a_forced_hash_collision_is_caught_by_the_stored_tokens(driver, monkeypa
     expected = driver.run(prompt(1, 50))[0]
     other = driver.run(prompt(2, 50))[0]
     driver.forget()
-    same = driver.engine._hasher.root({})
-    monkeypatch.setattr(driver.engine._hasher, "child", lambda parent, tokens: same)
+    same = driver.engine.cache._hasher.root({})
+    monkeypatch.setattr(driver.engine.cache._hasher, "child", lambda parent, tokens: same)
     for _ in range(2):
         assert_bit_equal(driver.run(prompt(1, 50))[0], expected)
         assert_bit_equal(driver.run(prompt(2, 50))[0], other)
@@ -311,8 +311,8 @@ def test_block_size_does_not_change_bits(tiny_path, block_size):
 def test_hashing_a_prompt_is_linear(driver):
     """T11: each block is hashed once, however many steps look at it."""
     calls = []
-    child = driver.engine._hasher.child
-    driver.engine._hasher.child = lambda parent, tokens: (
+    child = driver.engine.cache._hasher.child
+    driver.engine.cache._hasher.child = lambda parent, tokens: (
         calls.append(tokens),
         child(parent, tokens),
     )[1]

@@ -1,36 +1,81 @@
-"""The scheduler's door to the cache: match, allocate, commit, free, stats."""
+"""The scheduler's door to the cache: match, start, allocate, commit, free."""
 
 from __future__ import annotations
 
 import array
 import dataclasses
-from collections.abc import Sequence
+import functools
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from anaphora.cache.hashing import BlockHash, BlockHasher, BlockKey, encode_tokens
+from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.pool import Block, BlockPool
+from anaphora.cache.shares import Owner
+from anaphora.cache.tiers import Estimate, LowerTier, Transfer
+from anaphora.types import CacheReport, CacheScope, MissReason, Workload
 
 # The last token of a prompt is always computed: its logits choose the first new token.
 NUM_ALWAYS_COMPUTED = 1
+PUBLIC_TENANT = "*"  # whose blocks all tenants share; no key can have this name
+_KEYS_BETWEEN_YIELDS = 64
+_TOKEN_BYTES = 4
+_MAX_COMPARED = 64  # prompts that one is compared with, to say where it differs
+_MAX_REMEMBERED = 4096  # beginnings of prompts, to tell other scopes apart
+
+
+@dataclasses.dataclass(slots=True)
+class Admission:
+    """How a sequence got its blocks at its latest start."""
+
+    num_found: int  # blocks in tier 1
+    num_declined: int  # blocks that a lower tier had, but computing was cheaper
+    num_loading: int = 0  # blocks on their way from lower tiers
+    num_loaded: Counter[str] = dataclasses.field(default_factory=Counter)  # by tier
 
 
 class Cacheable(Protocol):
-    """What the manager needs of a sequence. It fills ``block_table`` and ``block_keys``."""
+    """What the manager needs of a sequence. It fills the last five."""
 
     token_ids: list[int]
+    root_hash: BlockHash
+    num_public_blocks: int  # at its start, shared by all tenants
+    owner: Owner
+    admission: Admission | None
     num_computed_tokens: int  # K and V exist for these, and the next step goes on after them
     num_found_tokens: int  # in blocks that it found, which it never writes
-    root_hash: BlockHash
     block_table: array.array[int]  # ids of the blocks it holds, in order
     block_keys: list[BlockKey]  # of its full blocks, each computed once
 
 
 @dataclasses.dataclass(slots=True)
+class Match:
+    """What the tiers have of the start of a sequence, at this moment."""
+
+    found: list[Block]  # in tier 1
+    below: list[tuple[LowerTier, Block]]  # right after them, worth fetching
+    declined: list[tuple[LowerTier, Block]]  # right after these, but computing is cheaper
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that need no computation."""
+        return len(self.found) + len(self.below)
+
+
+@dataclasses.dataclass(slots=True)
 class CacheStats:
-    """Counters in tokens since the start."""
+    """Counters in tokens since the start. Queries and hits are of first starts only."""
 
     num_queries: int = 0
     num_hits: int = 0
+    queries_of: Counter[Workload] = dataclasses.field(default_factory=Counter)
+    hits_of: Counter[Workload] = dataclasses.field(default_factory=Counter)
+    missed_because: Counter[MissReason] = dataclasses.field(default_factory=Counter)
+    tenant_queries: Counter[str] = dataclasses.field(default_factory=Counter)
+    tenant_hits: Counter[str] = dataclasses.field(default_factory=Counter)
+    seconds_saved: float = 0.0  # hits at the speed of prefill at that time
 
 
 class CacheManager:
@@ -40,28 +85,76 @@ class CacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, hasher: BlockHasher, *, enable_caching: bool = True
+        self,
+        hierarchy: Hierarchy,
+        block_size: int,
+        hasher: BlockHasher,
+        *,
+        enable_caching: bool = True,
+        public_prefixes: Sequence[Sequence[int]] = (),
     ) -> None:
+        self.hierarchy = hierarchy
         self.block_size = block_size
         self.enable_caching = enable_caching
-        self.pool = BlockPool(num_blocks)
+        self.pool: BlockPool = hierarchy.device.pool
         self.stats = CacheStats()
+        self.compute_time = Estimate()  # of one token in a prefill
         self._hasher = hasher
-        # Blocks that a running sequence is about to compute: others wait for them (single flight).
+        self._public_root = hasher.root({"public": b""})
+        self._public_prefixes = [list(prefix) for prefix in public_prefixes]
+        # Blocks that a sequence is about to compute or load: others wait for them (single flight).
         self._computing: dict[BlockHash, Cacheable] = {}
+        self._loaded: list[Cacheable] = []  # all that they waited for has ended
+        # (tenant, first block's tokens) → roots under which this beginning was asked for
+        self._beginnings: OrderedDict[tuple[str, bytes], dict[BlockHash, str]] = OrderedDict()
 
-    def match(self, seq: Cacheable) -> list[Block]:
-        """The longest run of findable blocks at the start of ``seq``. Changes no block.
+    def root(self, scope: CacheScope) -> BlockHash:
+        """Where the blocks begin that requests of ``scope`` share."""
+        return self._hasher.root(
+            {
+                "tenant": scope.tenant.encode(),
+                "adapter": scope.adapter.encode(),
+                "cache_salt": scope.cache_salt.encode(),
+                "prompt_cache_key": scope.prompt_cache_key.encode(),
+            }
+        )
+
+    def num_public_blocks(self, token_ids: Sequence[int], scope: CacheScope) -> int:
+        """Full blocks at the start of a prompt that all tenants share: those in a public prefix.
+
+        None for a request that narrows its sharing, or uses an adapter.
+        """
+        if scope.cache_salt or scope.prompt_cache_key or scope.adapter or not self.enable_caching:
+            return 0
+        return max((_num_equal(token_ids, p) for p in self._public_prefixes), default=0) // (
+            self.block_size
+        )
+
+    def match(self, seq: Cacheable) -> Match:
+        """The longest run of blocks at the start of ``seq`` that some tier has. Changes no block.
 
         It may cover all tokens; ``start`` leaves the last one to be computed all the same.
         """
-        matched: list[Block] = []
-        for index in range(self._num_matchable(seq)):
-            block = self.pool.find(self._key(seq, index))
+        found: list[Block] = []
+        below: list[tuple[LowerTier, Block]] = []
+        self.compute_keys(seq)
+        keys = seq.block_keys[: self._num_matchable(seq)]
+        for key in keys:
+            block = self.pool.find(key)
             if block is None:
                 break
-            matched.append(block)
-        return matched
+            found.append(block)
+        if self.hierarchy.lower:
+            for key in keys[len(found) :]:
+                place = self.hierarchy.find_below(key)
+                if place is None:
+                    break
+                below.append(place)
+        seconds = self.compute_time.seconds
+        num_worth = self.hierarchy.num_worth_loading(
+            below, None if seconds is None else seconds * self.block_size
+        )
+        return Match(found, below[:num_worth], below[num_worth:])
 
     def find_awaited(self, seq: Cacheable, num_matched: int) -> BlockHash | None:
         """The last block of the run after the matched ones that others are about to compute.
@@ -77,43 +170,158 @@ class CacheManager:
         return awaited
 
     def is_being_computed(self, block_hash: BlockHash | None) -> bool:
-        """Whether a running sequence is about to compute this block."""
+        """Whether a sequence is about to compute or load this block."""
         return block_hash in self._computing
 
-    def can_start(self, matched: Sequence[Block], num_tokens: int) -> bool:
-        """Whether a sequence can have ``matched`` and new blocks for ``num_tokens`` in all."""
-        new = -(-num_tokens // self.block_size) - len(matched)
-        revived = sum(block.ref_count == 0 for block in matched)  # free now, not after start
+    def can_start(self, match: Match, num_tokens: int) -> bool:
+        """Whether a sequence can have what it matched and new blocks for ``num_tokens`` in all."""
+        new = -(-num_tokens // self.block_size) - len(match.found)
+        revived = sum(block.ref_count == 0 for block in match.found)  # free now, not after start
         return new + revived <= self.pool.num_free
 
-    def num_cached_tokens(self, seq: Cacheable, matched: Sequence[Block]) -> int:
-        """Tokens of ``seq`` that need no computation with ``matched``: all but the last at most."""
-        found = len(matched) * self.block_size
-        return min(found, len(seq.token_ids) - NUM_ALWAYS_COMPUTED)
+    def num_cached_tokens(self, seq: Cacheable, num_blocks: int) -> int:
+        """Tokens of ``seq`` that need no computation with ``num_blocks``: all but the last."""
+        return min(num_blocks * self.block_size, len(seq.token_ids) - NUM_ALWAYS_COMPUTED)
 
-    def start(self, seq: Cacheable, matched: Sequence[Block], *, count: bool) -> None:
-        """Gives ``matched`` (from ``match``, just now) to ``seq`` and announces what it computes.
+    def start(self, seq: Cacheable, match: Match) -> None:
+        """Gives what ``match`` found just now to ``seq`` and announces what it computes.
 
-        ``count``: whether this is the request's first start; a preempted one is not counted again.
+        If blocks have to be loaded, ``seq.admission.num_loading`` says how many are on their way;
+        ``poll`` gives ``seq`` when all have ended, and only then it may run.
         """
         assert not seq.block_table
-        for block in matched:
+        seq.admission = Admission(len(match.found), len(match.declined))
+        for block in match.found:
             self.pool.hold(block)
-        seq.block_table.extend(block.block_id for block in matched)
-        seq.num_found_tokens = len(matched) * self.block_size
-        seq.num_computed_tokens = self.num_cached_tokens(seq, matched)
-        if count and self.enable_caching:
-            self.stats.num_queries += len(seq.token_ids)
-            self.stats.num_hits += seq.num_computed_tokens
-        for index in range(len(matched), self._num_matchable(seq)):
+            self.pool.hit(block, seq.owner)
+        seq.block_table.extend(block.block_id for block in match.found)
+        self._set_found(seq, len(match.found))
+        for index in range(len(match.found), self._num_matchable(seq)):
             self._computing.setdefault(self._key(seq, index).block_hash, seq)
+        end = functools.partial(self._end_load, seq, seq.admission)
+        for tier, slot in match.below:
+            block = self.pool.take(seq.owner)
+            seq.block_table.append(block.block_id)
+            seq.admission.num_loading += 1
+            self.hierarchy.load(tier, slot, block, end)
+        self.hierarchy.decline(match.declined)
+
+    def _set_found(self, seq: Cacheable, num_blocks: int) -> None:
+        seq.num_found_tokens = num_blocks * self.block_size
+        seq.num_computed_tokens = self.num_cached_tokens(seq, num_blocks)
+
+    def _end_load(self, seq: Cacheable, admission: Admission, transfer: Transfer) -> None:
+        """One block for ``seq`` has come, or could not; what comes after a gap is not used."""
+        key, depth, owner = transfer.record
+        is_waiting = seq.admission is admission  # not aborted or preempted meanwhile
+        is_next = seq.num_found_tokens == depth * self.block_size
+        if (
+            transfer.error is None
+            and (is_next or not is_waiting)  # else it is going to write to this block
+            and (depth == 0 or self.pool.is_findable(key.parent))
+            and self.pool.publish(transfer.block, key, depth, owner)
+            and is_waiting
+        ):
+            self._set_found(seq, depth + 1)
+            admission.num_loaded[transfer.lower.name] += 1
+            self._retract(seq, key)
+        admission.num_loading -= 1
+        if is_waiting and admission.num_loading == 0:
+            self._loaded.append(seq)
+
+    def poll(self, timeout: float = 0.0) -> list[Cacheable]:
+        """Takes note of what has been moved; the sequences for which all has come that will."""
+        if self.hierarchy.lower:
+            self.hierarchy.poll(timeout)
+            self.hierarchy.prepare()
+        loaded, self._loaded = self._loaded, []
+        return [seq for seq in loaded if seq.admission is not None]
+
+    def report(self, seq: Cacheable) -> CacheReport:
+        """Counts the first start of a request, and says what was found for it and what not."""
+        assert seq.admission is not None
+        num_prompt, num_cached = len(seq.token_ids), seq.num_computed_tokens
+        report = self._explain(seq, num_prompt - num_cached)
+        stats = self.stats
+        if self.enable_caching:
+            stats.num_queries += num_prompt
+            stats.num_hits += num_cached
+            for tier in self.hierarchy.tiers:
+                tier.num_hit_tokens += report.hits.get(tier.name, 0)
+        stats.queries_of[seq.owner.workload] += num_prompt
+        stats.hits_of[seq.owner.workload] += num_cached
+        stats.tenant_queries[seq.owner.tenant] += num_prompt
+        stats.tenant_hits[seq.owner.tenant] += num_cached
+        stats.seconds_saved += num_cached * (self.compute_time.seconds or 0.0)
+        if report.miss_reason is not None:
+            stats.missed_because[report.miss_reason] += report.num_missed_tokens
+        return report
+
+    def _explain(self, seq: Cacheable, num_missed: int) -> CacheReport:
+        assert seq.admission is not None
+        left, hits = seq.num_computed_tokens, {}
+        sources = {self.hierarchy.device.name: seq.admission.num_found, **seq.admission.num_loaded}
+        for name, num_blocks in sources.items():
+            hits[name] = min(left, num_blocks * self.block_size)
+            left -= hits[name]
+        index = seq.num_found_tokens // self.block_size
+        explain = functools.partial(CacheReport, hits=hits, num_missed_tokens=num_missed)
+        if not self.enable_caching:
+            return explain(miss_reason="disabled")
+        if index == self._num_matchable(seq):
+            return explain(miss_reason="no_full_block")
+        key = self._key(seq, index)
+        loss = self.hierarchy.history.find(key.block_hash)
+        if seq.admission.num_declined:
+            return explain(miss_reason="recompute_cheaper")
+        if loss is not None:
+            age = time.monotonic() - loss.seconds
+            return explain(miss_reason=loss.reason, lost_from=loss.tier, lost_seconds_ago=age)
+        if index == 0 and (other := self._find_other_scope(seq, key)) is not None:
+            return explain(miss_reason=other)
+        position = self._first_differing(seq, key)
+        if position is None:
+            return explain(miss_reason="never_seen")
+        position += index * self.block_size
+        return explain(miss_reason="diverged", first_differing_token=position)
+
+    def _first_differing(self, seq: Cacheable, key: BlockKey) -> int | None:
+        """Where in the block the nearest known prompt of the same tenant goes on differently."""
+        longest = None
+        for _, block in zip(
+            range(_MAX_COMPARED), self.hierarchy.children(key.parent), strict=False
+        ):
+            # What other tenants say after a public prefix is theirs.
+            if block.key is not None and block.owner.tenant in (seq.owner.tenant, PUBLIC_TENANT):
+                longest = max(longest or 0, _num_equal_tokens(key.tokens, block.key.tokens))
+        return longest
+
+    def _find_other_scope(self, seq: Cacheable, key: BlockKey) -> MissReason | None:
+        """Whether this tenant's cache has the beginning under another salt, key or adapter."""
+        beginning = seq.owner.tenant, key.tokens
+        roots = self._beginnings.setdefault(beginning, {})
+        found: MissReason | None = None
+        for root, adapter in roots.items():
+            if root != seq.root_hash and any(
+                block.key is not None and block.key.tokens == key.tokens
+                for block in self.hierarchy.children(root)
+            ):
+                is_same = adapter == seq.owner.adapter
+                found = "other_scope" if is_same else "other_adapter"
+        roots[seq.root_hash] = seq.owner.adapter
+        if len(roots) > _MAX_COMPARED:
+            del roots[next(iter(roots))]
+        self._beginnings.move_to_end(beginning)
+        if len(self._beginnings) > _MAX_REMEMBERED:
+            self._beginnings.popitem(last=False)
+        return found
 
     def allocate(self, seq: Cacheable, num_tokens: int) -> bool:
         """Gives ``seq`` blocks for its first ``num_tokens`` tokens, or nothing and False."""
         missing = -(-num_tokens // self.block_size) - len(seq.block_table)
         if missing > self.pool.num_free:
             return False
-        seq.block_table.extend(self.pool.take().block_id for _ in range(missing))
+        seq.block_table.extend(self.pool.take(seq.owner).block_id for _ in range(missing))
         return True
 
     def commit(self, seq: Cacheable, num_computed_before: int) -> None:
@@ -124,7 +332,15 @@ class CacheManager:
         first = max(num_computed_before, seq.num_found_tokens) // self.block_size
         for index in range(first, full):
             key = self._key(seq, index)
-            self.pool.publish(self.pool.blocks[seq.block_table[index]], key)
+            block = self.pool.blocks[seq.block_table[index]]
+            known = self.pool.find(key)
+            if known is not None:  # computed by two at once, with the same bits: keep one of them
+                self.pool.hold(known)
+                self.pool.release([block])
+                seq.block_table[index] = known.block_id
+            elif index == 0 or self.pool.is_findable(key.parent):  # else it has been purged
+                self.pool.publish(block, key, index, self._owner(seq, index))
+                self.hierarchy.history.discard(key.block_hash)
             self._retract(seq, key)
 
     def free(self, seq: Cacheable) -> None:
@@ -132,13 +348,24 @@ class CacheManager:
         self.pool.release([self.pool.blocks[block_id] for block_id in seq.block_table])
         del seq.block_table[:]
         seq.num_computed_tokens = seq.num_found_tokens = 0
+        seq.admission = None
         for key in seq.block_keys:  # followers take over what it did not finish
             self._retract(seq, key)
 
-    def compute_keys(self, seq: Cacheable) -> None:
-        """Hashes all that can be matched of ``seq``, for others with the same tokens to copy."""
-        if num_keys := self._num_matchable(seq):
-            self._key(seq, num_keys - 1)
+    def compute_keys(self, seq: Cacheable, yield_: Callable[[], None] | None = None) -> None:
+        """Hashes all that can be matched of ``seq``; each block once.
+
+        ``yield_`` is called now and then, for when another thread wants to go on meanwhile.
+        """
+        for index in range(len(seq.block_keys), self._num_matchable(seq)):
+            self._key(seq, index)
+            if yield_ is not None and index % _KEYS_BETWEEN_YIELDS == 0:
+                yield_()
+
+    def _owner(self, seq: Cacheable, index: int) -> Owner:
+        if index < seq.num_public_blocks:
+            return seq.owner._replace(tenant=PUBLIC_TENANT)
+        return seq.owner
 
     def _retract(self, seq: Cacheable, key: BlockKey) -> None:
         if self._computing.get(key.block_hash) is seq:
@@ -154,14 +381,36 @@ class CacheManager:
         keys = seq.block_keys
         while len(keys) <= index:
             start = len(keys) * self.block_size
-            parent = keys[-1].block_hash if keys else seq.root_hash
             tokens = encode_tokens(seq.token_ids[start : start + self.block_size])
-            keys.append(BlockKey(self._hasher.child(parent, tokens), parent, tokens))
+            if not keys:
+                parent = self._public_root if seq.num_public_blocks else seq.root_hash
+            else:
+                parent = keys[-1].block_hash
+            hashed_parent = parent
+            if keys and len(keys) == seq.num_public_blocks:
+                hashed_parent = self._hasher.branch(seq.root_hash, parent)
+            keys.append(BlockKey(self._hasher.child(hashed_parent, tokens), parent, tokens))
         return keys[index]
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold."""
-        self.pool.check()
+        self.hierarchy.check()
         for block_hash, seq in self._computing.items():
             assert any(key.block_hash == block_hash for key in seq.block_keys)
             assert seq.block_table, "a sequence without blocks is announced as computing"
+
+
+def _num_equal(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for index, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one != other:
+            return index
+    return min(len(mine), len(theirs))
+
+
+def _num_equal_tokens(mine: bytes, theirs: bytes) -> int:
+    """As ``_num_equal``, of encoded tokens."""
+    for start in range(0, len(mine), _TOKEN_BYTES):
+        if mine[start : start + _TOKEN_BYTES] != theirs[start : start + _TOKEN_BYTES]:
+            return start // _TOKEN_BYTES
+    return len(mine) // _TOKEN_BYTES

@@ -1,50 +1,86 @@
-"""The blocks: who holds them, which are findable, and in which order free ones are taken."""
+"""The blocks of one tier: who holds them, which are findable, and which free one is taken next."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+from anaphora.cache.eviction import LRU, EvictionPolicy
 from anaphora.cache.hashing import BlockHash, BlockKey
+from anaphora.cache.shares import Limit, Limits, Owner
+from anaphora.types import WORKLOADS
+
+_Group = tuple[Limit, ...]
+NOBODY = Owner("", "interactive")  # also of a block that has never been written
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """One block of the K/V store. ``key`` is set exactly while it is findable."""
+    """One block of a tier. ``key`` is set exactly while it is findable."""
 
     block_id: int
     ref_count: int = 0
     key: BlockKey | None = None
+    depth: int = 0  # blocks before it in its prefix
+    owner: Owner = NOBODY
+    state: Any = None  # of the eviction policy
+    is_evictable: bool = False
+    is_leaving: bool = False  # chosen as a victim, and its bytes go or have gone a tier down
+    must_erase: bool = False  # before anyone else gets it
 
 
 class BlockPool:
-    """A fixed number of blocks. Every operation on a block is O(1).
+    """A fixed number of blocks. Every operation is O(log n) at most, but for the purge's.
 
-    A block is held (ref_count > 0) or free. A free block keeps its K/V and stays findable until it
-    is taken again. Free blocks are taken from the front of one queue:
+    A block is held (ref_count > 0) or free. A free block keeps its bytes and stays findable until
+    it is taken again. ``take`` gives, in this order::
 
-        front [ not findable | findable, least recently freed ... most recently freed ] back
+        empty | leaving: copied a tier down | evictable, by policy | guaranteed | pinned
 
-    A sequence frees its blocks tail first, so the tail of a prompt lies nearer to the front than
-    its head, and shared heads live longest. Free + held = total, always.
+    Free + held = total, always. A sequence holds the whole prefix of every block that it holds, so
+    the free blocks always have a leaf: what is free can be taken.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        policy: EvictionPolicy | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        # Called with a block that is about to be forgotten for want of room.
+        self.on_evict: Callable[[Block], None] = _nothing
+        # Called with the id of a block whose bytes must not stay.
+        self.erase: Callable[[int], None] = _nothing
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free: OrderedDict[int, Block] = OrderedDict((b.block_id, b) for b in self.blocks)
-        self._findable: dict[BlockHash, Block] = {}
+        self.limits = limits or Limits()
+        self.num_free = num_blocks
         self.num_evicted = 0
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that ``take`` can give, findable ones included."""
-        return len(self._free)
+        self.num_refused = 0  # blocks not kept because their owner has its maximum already
+        self.num_guarantees_broken = 0  # else a running sequence could not have gone on
+        self._empty = self.blocks[::-1]
+        self._leaving: OrderedDict[int, Block] = OrderedDict()  # free ones, in the order of leaving
+        self._pinned: OrderedDict[int, Block] = OrderedDict()  # free leaves that have pins
+        self._num_pins: dict[BlockHash, int] = {}  # of blocks that may be gone for a while
+        self._findable: dict[BlockHash, Block] = {}
+        self._children: dict[BlockHash, dict[int, Block]] = {}  # by the parent's hash
+        self._policy = policy or LRU()
+        self._policies: dict[_Group, EvictionPolicy] = {}
 
     @property
     def num_findable(self) -> int:
         """Blocks that ``find`` can give, held or free."""
         return len(self._findable)
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks that ``take`` gives without choosing a victim."""
+        return len(self._empty) + len(self._leaving)
 
     def find(self, key: BlockKey) -> Block | None:
         """The block published under ``key``. Changes nothing.
@@ -54,30 +90,58 @@ class BlockPool:
         block = self._findable.get(key.block_hash)
         return block if block is not None and block.key == key else None
 
+    def is_findable(self, block_hash: BlockHash) -> bool:
+        """Whether a block has been published under this hash."""
+        return block_hash in self._findable
+
+    def children(self, parent: BlockHash) -> Iterable[Block]:
+        """Findable blocks that come right after ``parent``, which need not be here."""
+        return self._children.get(parent, {}).values()
+
+    def hit(self, block: Block, owner: Owner) -> None:
+        """A request of ``owner`` found ``block``, which it holds."""
+        self._policy_of(block).hit(block)
+        if WORKLOADS.index(owner.workload) < WORKLOADS.index(block.owner.workload):
+            self._give(block, block.owner._replace(workload=owner.workload))
+
     def hold(self, block: Block) -> None:
         """One more holder for a block that ``find`` gave."""
         if block.ref_count == 0:
-            del self._free[block.block_id]
+            self.num_free -= 1
+            if block.is_leaving:
+                del self._leaving[block.block_id]
+            self._unsettle(block)
+        if block.is_leaving:
+            block.is_leaving = False
+            self._link(block)
         block.ref_count += 1
 
-    def take(self) -> Block:
-        """A block to write to, with one holder. Evicts the front of the queue if need be."""
-        assert self._free, "take() without a free block; ask num_free first"
-        _, block = self._free.popitem(last=False)
-        if block.key is not None:
-            self._forget(block)
-            self.num_evicted += 1
+    def take(self, owner: Owner = NOBODY) -> Block:
+        """A block to write to, with one holder. Evicts one if there is no empty one."""
+        assert self.num_free, "take() without a free block; ask num_free first"
+        if not self._empty:
+            self._evict(self._choose_victim(self.limits.of(owner)))
+        block = self._empty.pop()
         block.ref_count = 1
+        block.owner = owner
+        self.num_free -= 1
         return block
 
-    def publish(self, block: Block, key: BlockKey) -> bool:
-        """Makes a held, completely computed block findable; False if another one already is."""
+    def publish(self, block: Block, key: BlockKey, depth: int, owner: Owner = NOBODY) -> bool:
+        """Makes a held, completely written block findable.
+
+        False if its hash already finds another one, or ``owner`` has all that it may have and none
+        of it is free.
+        """
         assert block.ref_count > 0
         assert block.key is None
-        if key.block_hash in self._findable:
-            return False  # two sequences computed the same: the first one serves
-        block.key = key
+        if key.block_hash in self._findable or not self._make_room(owner):
+            return False
+        block.key, block.depth, block.owner = key, depth, owner
         self._findable[key.block_hash] = block
+        self.limits.count(self.limits.of(owner), 1)
+        self._link(block)
+        self._policy_of(block).admit(block)
         return True
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -85,29 +149,226 @@ class BlockPool:
         for block in reversed(blocks):
             assert block.ref_count > 0, f"block {block.block_id} is released but nobody holds it"
             block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block.block_id] = block
-                if block.key is None:  # of no use to anyone: take it first
-                    self._free.move_to_end(block.block_id, last=False)
+            if block.ref_count > 0:
+                continue
+            self.num_free += 1
+            if block.key is None:
+                self._empty_out(block)
+            elif block.is_leaving:
+                self._leaving[block.block_id] = block
+            else:
+                self._policy_of(block).released(block)
+                self._settle(block)
 
-    def forget_all(self) -> int:
-        """Makes no block findable any more, whoever holds them; how many there were."""
-        count = len(self._findable)
-        for block in list(self._findable.values()):
-            self._forget(block)
-        return count
+    def start_leaving(self, block: Block) -> None:
+        """Holds the next victim while its bytes are copied a tier down.
 
-    def _forget(self, block: Block) -> None:
+        After ``release`` it is taken before others; a hit before that keeps it.
+        """
+        self._unsettle(block)
+        block.is_leaving = True
+        block.ref_count = 1
+        self.num_free -= 1
+        self._unlink(block)
+
+    def peek_victim(self) -> Block | None:
+        """The block that goes next among those that may go."""
+        return self._choose(lambda group: not self.limits.is_guaranteed(group, ()))
+
+    def pin(self, block_hash: BlockHash, change: int) -> None:
+        """One pin more (1) or less (-1) on a block. Those that have pins go last of all."""
+        block = self._findable.get(block_hash)
+        is_settled = block is not None and (block.is_evictable or block.block_id in self._pinned)
+        if block is not None and is_settled:
+            self._unsettle(block)
+        num_pins = self._num_pins.get(block_hash, 0) + change
+        if num_pins:
+            self._num_pins[block_hash] = num_pins
+        else:
+            del self._num_pins[block_hash]
+        if block is not None and is_settled:
+            self._settle(block)
+
+    def forget(self, block: Block, *, evicted: bool = False) -> None:
+        """Makes ``block`` findable no more, whoever holds it; a free one becomes empty."""
         assert block.key is not None
+        if block.ref_count == 0:
+            self._leaving.pop(block.block_id, None)
+            self._unsettle(block)
+        self._policy_of(block).forget(block, evicted=evicted)
+        if not block.is_leaving:
+            self._unlink(block)
+        self.limits.count(self.limits.of(block.owner), -1)
         del self._findable[block.key.block_hash]
         block.key = None
+        block.is_leaving = False
+        if block.ref_count == 0:
+            self._empty_out(block)
+
+    def purge(self, is_wanted: Callable[[Block], bool]) -> tuple[int, int]:
+        """Forgets and erases the wanted blocks; held ones are erased when they are released.
+
+        Blocks that are not findable, but may still hold bytes, are asked about as well. How many
+        were findable, and how many of these are held.
+        """
+        num_purged = num_held = 0
+        for block in self.blocks:
+            if block.owner is NOBODY or not is_wanted(block):
+                continue
+            block.must_erase = True
+            if block.key is not None:
+                num_purged += 1
+                num_held += block.ref_count > 0
+                self.forget(block)
+            elif block.ref_count == 0:
+                self._clean(block)
+        return num_purged, num_held
+
+    def restore(self, block_id: int, key: BlockKey, depth: int, owner: Owner) -> Block | None:
+        """Publishes an empty block whose bytes are known to be there; held, None if refused."""
+        block = self.blocks[block_id]
+        self._empty.remove(block)
+        self.num_free -= 1
+        block.ref_count = 1
+        if self.publish(block, key, depth, owner):
+            return block
+        self.release([block])
+        return None
+
+    def findable(self) -> Iterator[Block]:
+        """All findable blocks, in no order that means anything."""
+        return iter(self._findable.values())
+
+    def _policy_of(self, block: Block) -> EvictionPolicy:
+        group = self.limits.of(block.owner)
+        if group not in self._policies:
+            self._policies[group] = self._policy.sibling()
+        return self._policies[group]
+
+    def _give(self, block: Block, owner: Owner) -> None:
+        """Changes a held block's owner, if the new one has room."""
+        group = self.limits.of(owner)
+        if group == self.limits.of(block.owner):
+            block.owner = owner
+        elif self.limits.passed(group) is None:
+            self._policy_of(block).forget(block, evicted=False)
+            self.limits.count(self.limits.of(block.owner), -1)
+            block.owner = owner
+            self.limits.count(group, 1)
+            self._policy_of(block).admit(block)
+
+    def _make_room(self, owner: Owner) -> bool:
+        """Whether ``owner`` may have one more findable block, after giving up others of its own."""
+        group = self.limits.of(owner)
+        while (subject := self.limits.passed(group)) is not None:
+            victim = self._choose(lambda other: any(limit.subject == subject for limit in other))
+            if victim is None:
+                self.num_refused += 1
+                return False
+            self._evict(victim)
+        return True
+
+    def _choose_victim(self, taker: _Group) -> Block:
+        if self._leaving:
+            return next(iter(self._leaving.values()))
+        victim = self._choose(lambda group: not self.limits.is_guaranteed(group, taker))
+        if victim is None:
+            self.num_guarantees_broken += 1
+            victim = self._choose(lambda _: True) or next(iter(self._pinned.values()))
+        return victim
+
+    def _choose(self, may_go: Callable[[_Group], bool]) -> Block | None:
+        """The lowest score over all groups that may lose a block."""
+        best: tuple[float, Block] | None = None
+        for group, policy in self._policies.items():
+            if not group or may_go(group):
+                found = policy.peek()
+                if found is not None and (best is None or found[0] < best[0]):
+                    best = found
+        return None if best is None else best[1]
+
+    def _evict(self, block: Block) -> None:
+        self.num_evicted += 1
+        self.on_evict(block)
+        if block.key is not None:
+            self.forget(block, evicted=True)
+
+    def _empty_out(self, block: Block) -> None:
+        if block.must_erase:
+            self._clean(block)
+        self._empty.append(block)
+
+    def _clean(self, block: Block) -> None:
+        self.erase(block.block_id)
+        block.must_erase = False
+        block.owner = NOBODY
+
+    def _settle(self, block: Block) -> None:
+        """Puts a free findable block among those that can go, if nothing findable follows it."""
+        assert block.key is not None
+        if block.key.block_hash in self._children:
+            return
+        if block.key.block_hash in self._num_pins:
+            self._pinned[block.block_id] = block
+        else:
+            block.is_evictable = True
+            self._policy_of(block).add(block)
+
+    def _unsettle(self, block: Block) -> None:
+        if block.is_evictable:
+            block.is_evictable = False
+            self._policy_of(block).discard(block)
+        else:
+            self._pinned.pop(block.block_id, None)
+
+    def _link(self, block: Block) -> None:
+        assert block.key is not None
+        siblings = self._children.get(block.key.parent)
+        if siblings is None:
+            siblings = self._children[block.key.parent] = {}
+            parent = self._findable.get(block.key.parent)
+            if parent is not None and parent.ref_count == 0:
+                self._unsettle(parent)
+        siblings[block.block_id] = block
+
+    def _unlink(self, block: Block) -> None:
+        assert block.key is not None
+        siblings = self._children[block.key.parent]
+        del siblings[block.block_id]
+        if not siblings:
+            del self._children[block.key.parent]
+            parent = self._findable.get(block.key.parent)
+            if parent is not None and parent.ref_count == 0 and not parent.is_leaving:
+                self._settle(parent)
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold. For tests and idle moments."""
-        assert len(self._free) == sum(b.ref_count == 0 for b in self.blocks)
+        assert self.num_free == sum(b.ref_count == 0 for b in self.blocks)
+        assert len({b.block_id for b in self._empty}) == len(self._empty)
+        assert all(b.ref_count == 0 and b.key is None for b in self._empty)
+        used: dict[str, int] = {}
+        num_idle = 0
         for block in self.blocks:
             assert block.ref_count >= 0
-            assert (block.ref_count == 0) == (block.block_id in self._free)
+            is_free_leaf = has_pins = False
             if block.key is not None:
                 assert self._findable[block.key.block_hash] is block
+                siblings = self._children.get(block.key.parent, {})
+                assert block.is_leaving != (block.block_id in siblings)
+                is_free_leaf = (
+                    block.ref_count == 0
+                    and not block.is_leaving
+                    and block.key.block_hash not in self._children
+                )
+                has_pins = block.key.block_hash in self._num_pins
+                for limit in self.limits.of(block.owner):
+                    used[limit.subject] = used.get(limit.subject, 0) + 1
+            assert block.is_evictable == (is_free_leaf and not has_pins)
+            assert (block.block_id in self._pinned) == (is_free_leaf and has_pins)
+            is_gone = block.ref_count == 0 and block.is_leaving
+            assert (block.block_id in self._leaving) == is_gone
+            num_idle += block.ref_count == 0 and block.key is None
+        assert num_idle == len(self._empty)
         assert len(self._findable) == sum(b.key is not None for b in self.blocks)
+        assert all(self._children.values())
+        assert used == {subject: n for subject, n in self.limits.num_used.items() if n}

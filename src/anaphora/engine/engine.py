@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 from anaphora.cache.hashing import HASH_BYTES, BlockHasher
+from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
+from anaphora.cache.shares import Owner
 from anaphora.config import EngineConfig
 from anaphora.engine import sampler
 from anaphora.engine.memory import plan_max_model_len, plan_num_blocks
@@ -24,6 +26,8 @@ from anaphora.ops.native import NativeOps
 from anaphora.types import EngineRequest, EngineStats, FinishReason, ModelInfo, SequenceOutput
 
 logger = logging.getLogger(__name__)
+
+_LOAD_WAIT_SECONDS = 0.005  # then new messages are looked at
 
 
 class Engine:
@@ -76,12 +80,12 @@ class Engine:
             threads=threads,
             kernels=ops.name,
         )
-        self.runner = ModelRunner(model, ops.create_kv_store(layout, num_blocks))
-        self._hasher = _create_hasher(config, layout, weights_digest)
+        store = ops.create_kv_store(layout, num_blocks)
+        self.runner = ModelRunner(model, store)
         self.cache = CacheManager(
-            num_blocks,
+            Hierarchy(num_blocks, store),
             config.block_size,
-            self._hasher,
+            _create_hasher(config, layout, weights_digest),
             enable_caching=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
@@ -99,21 +103,17 @@ class Engine:
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         longest = self.info.max_model_len - len(request.prompt_token_ids)
         scope = request.scope
-        root_hash = self._hasher.root(
-            {
-                "tenant": scope.tenant.encode(),
-                "cache_salt": scope.cache_salt.encode(),
-                "prompt_cache_key": scope.prompt_cache_key.encode(),
-            }
-        )
+        owner = Owner(scope.tenant, request.workload, scope.adapter)
         choices = [
             Sequence(
                 request.request_id,
                 index,
                 request.prompt_token_ids,
                 request.params,
-                root_hash,
+                self.cache.root(scope),
                 max_tokens=min(request.params.max_tokens or longest, longest),
+                owner=owner,
+                num_public_blocks=self.cache.num_public_blocks(request.prompt_token_ids, scope),
             )
             for index in range(request.params.n)
         ]
@@ -135,6 +135,7 @@ class Engine:
         """Computes one batch; the new tokens of all choices that got one."""
         chunks = self.scheduler.schedule()
         if not chunks:
+            self.scheduler.run_loaded(_LOAD_WAIT_SECONDS)
             return []
         sampled = [chunk.seq for chunk in chunks if chunk.is_last]
         logits = self.runner.run(chunks)  # [len(sampled), vocab]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, OrderedDict
 
-from anaphora.cache.manager import CacheManager
-from anaphora.cache.pool import Block
+from anaphora.cache.manager import CacheManager, Match
 from anaphora.engine.sequence import Sequence, SequenceStatus
 from anaphora.types import FinishReason
 
@@ -25,7 +24,10 @@ class Chunk:
 
 
 class Scheduler:
-    """Owns the queues. ``waiting`` is first come, first served; ``running`` is in start order."""
+    """Owns the queues. ``waiting`` is first come, first served; ``running`` is in start order.
+
+    Between the two, those of ``loading`` have their blocks and wait until the bytes are there.
+    """
 
     def __init__(
         self, cache: CacheManager, *, max_num_seqs: int, max_num_batched_tokens: int
@@ -34,6 +36,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an ordered set
+        self.loading: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
@@ -43,12 +46,20 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of one step, with blocks for all their tokens; empty if nothing can run."""
+        self.run_loaded()
         chunks: list[Chunk] = []
         preemptions_before = self.num_preemptions
         budget = self._schedule_running(chunks)
         if self.num_preemptions == preemptions_before:  # else the victim would come straight back
             self._schedule_waiting(budget, chunks)
         return chunks
+
+    def run_loaded(self, timeout: float = 0.0) -> None:
+        """Lets those run whose blocks have come; waits up to ``timeout`` seconds for them."""
+        for seq in self.cache.poll(timeout):
+            assert isinstance(seq, Sequence)
+            self.loading.remove(seq)
+            self._run(seq)
 
     def _schedule_running(self, chunks: list[Chunk]) -> int:
         """Decodes before prefills in progress, both in start order; the budget that is left."""
@@ -88,36 +99,44 @@ class Scheduler:
         """Starts sequences in turn, except those whose next blocks another one is computing."""
         num_matched_against = 0
         for seq in list(self.waiting):
-            if budget == 0 or len(self.running) == self.max_num_seqs:
+            if budget == 0 or len(self.running) + len(self.loading) == self.max_num_seqs:
                 break
             if self.cache.is_being_computed(seq.awaited_hash):
                 continue
             if num_matched_against == self.max_num_seqs:
                 break  # matching costs time; thousands of followers take several steps
             num_matched_against += 1
-            matched = self.cache.match(seq)
-            seq.awaited_hash = self.cache.find_awaited(seq, len(matched))
+            match = self.cache.match(seq)
+            seq.awaited_hash = self.cache.find_awaited(seq, match.num_blocks)
             if seq.awaited_hash is not None:
                 continue
-            if not self.cache.can_start(matched, len(seq.token_ids)):
+            if not self.cache.can_start(match, len(seq.token_ids)):
                 break  # strictly in turn, so that nobody starves
-            chunk = self._start(seq, matched, budget)
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
+            if self._start(seq, match):
+                num_tokens = min(_num_uncomputed(seq), budget)
+                self.cache.allocate(seq, seq.num_computed_tokens + num_tokens)
+                chunks.append(Chunk(seq, num_tokens))
+                budget -= num_tokens
 
-    def _start(self, seq: Sequence, matched: list[Block], budget: int) -> Chunk:
-        num_cached = self.cache.num_cached_tokens(seq, matched)
-        num_tokens = min(len(seq.token_ids) - num_cached, budget)
-        is_first_start = seq.num_cached_tokens is None
-        # A request's other choices share the first one's prompt, which counts once.
-        self.cache.start(seq, matched, count=is_first_start and seq.index == 0)
-        self.cache.allocate(seq, num_cached + num_tokens)
-        if is_first_start:
-            seq.num_cached_tokens = num_cached
-        seq.status = SequenceStatus.RUNNING
+    def _start(self, seq: Sequence, match: Match) -> bool:
+        """Gives ``seq`` its blocks; whether it can run at once."""
         del self.waiting[seq]
+        self.cache.start(seq, match)
+        if match.below:
+            seq.status = SequenceStatus.LOADING
+            self.loading.append(seq)
+            return False
+        self._run(seq)
+        return True
+
+    def _run(self, seq: Sequence) -> None:
+        """All that could be found for ``seq`` is there: the rest gets computed."""
+        seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
-        return Chunk(seq, num_tokens)
+        if seq.num_cached_tokens is None:  # its first start
+            seq.num_cached_tokens = seq.num_computed_tokens
+            if seq.index == 0:  # a request's other choices share the prompt, which counts once
+                seq.cache_report = self.cache.report(seq)
 
     def complete(self, chunk: Chunk) -> None:
         """Notes that a chunk has been computed and publishes the blocks it filled."""
@@ -132,6 +151,9 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             self.cache.free(seq)
+        elif seq.status is SequenceStatus.LOADING:
+            self.loading.remove(seq)
+            self.cache.free(seq)
         else:
             del self.waiting[seq]
         seq.status = SequenceStatus.FINISHED
@@ -140,14 +162,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence has not finished."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.loading or self.running)
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold."""
         self.cache.check()
-        held = Counter(block_id for seq in self.running for block_id in seq.block_table)
+        started = self.running + self.loading
+        held = Counter(block_id for seq in started for block_id in seq.block_table)
         for block in self.cache.pool.blocks:
-            assert block.ref_count == held[block.block_id]
+            is_moving = block.is_leaving or bool(self.cache.hierarchy.num_under_way)
+            assert block.ref_count == held[block.block_id] or is_moving
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         assert not any(seq.block_table for seq in self.waiting)
 

@@ -10,13 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from anaphora.cache.hashing import BlockHash, BlockKey
-from anaphora.types import FinishReason, SamplingParams
+from anaphora.cache.manager import Admission
+from anaphora.cache.shares import Owner
+from anaphora.types import CacheReport, FinishReason, SamplingParams
 
 
 class SequenceStatus(enum.Enum):
     """Where a sequence stands."""
 
     WAITING = enum.auto()  # not started, or preempted
+    LOADING = enum.auto()  # its blocks are on their way from a lower tier
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
@@ -42,6 +45,8 @@ class Sequence:
         root_hash: BlockHash,
         *,
         max_tokens: int,
+        owner: Owner,
+        num_public_blocks: int = 0,
     ) -> None:
         # Set once.
         self.request_id = request_id
@@ -50,15 +55,19 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.root_hash = root_hash
+        self.owner = owner  # of the blocks that it computes
+        self.num_public_blocks = num_public_blocks  # at its start, shared by all tenants
 
         # Filled by the scheduler.
         self.status = SequenceStatus.WAITING
         self.awaited_hash: BlockHash | None = None  # another sequence is computing this block
         self.num_cached_tokens: int | None = None  # of the prompt, at the first start
+        self.cache_report: CacheReport | None = None  # of that start; only the first choice has one
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # the stop_token_ids entry that ended it
 
         # Filled by the cache manager.
+        self.admission: Admission | None = None  # how it got its blocks
         self.num_computed_tokens = 0
         self.num_found_tokens = 0  # in blocks that it shares and never writes
         self.block_table = array.array("i")

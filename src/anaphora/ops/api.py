@@ -88,8 +88,8 @@ class Ops(Protocol):
     def load_rope(self, cos: Array, sin: Array) -> Rope:
         """Angles that this backend's operations take."""
 
-    def create_kv_store(self, layout: KVLayout, num_blocks: int) -> KVStore:
-        """Memory for ``num_blocks`` blocks."""
+    def create_kv_store(self, layout: KVLayout, num_blocks: int, *, lock: bool = False) -> KVStore:
+        """Memory for ``num_blocks`` blocks; ``lock`` keeps it from being swapped out."""
 
     def embed(self, table: npt.NDArray[Any], token_ids: Int32) -> Array:
         """Rows of ``table`` as [T, hidden]."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import mmap
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from anaphora.config import format_size
-from anaphora.errors import ConfigError
+from anaphora.machine import map_memory
 
 PANEL = 16  # keys that are scored side by side, as kPanel in csrc/kernels.h
 
@@ -59,30 +56,23 @@ class KVLayout:
 
 
 class KVStore:
-    """``num_blocks`` blocks of K/V in memory of this process only.
+    """``num_blocks`` blocks of K/V in memory of this process only (``map_memory``)."""
 
-    The pages are committed by the system when they are first written, and stay out of core dumps.
-    """
-
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, *, lock: bool = False) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        num_bytes = layout.block_bytes * num_blocks
-        try:
-            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"{format_size(num_bytes)} for the K/V cache cannot be had ({error}); "
-                "lower --kv-cache-memory (a bare number means GiB)"
-            ) from None
-        for advice in ("MADV_DONTDUMP", "MADV_HUGEPAGE"):
-            if hasattr(mmap, advice):
-                with contextlib.suppress(OSError):  # a kernel may be built without it
-                    self._memory.madvise(getattr(mmap, advice))
+        self._memory = map_memory(
+            layout.block_bytes * num_blocks, option="--kv-cache-memory", lock=lock
+        )
         # [num_blocks, block_elements]
         self.data: npt.NDArray[np.generic] = np.frombuffer(
             self._memory, dtype=STORAGE[layout.dtype]
         ).reshape(num_blocks, layout.block_elements)
+
+    def block_view(self, block_id: int) -> memoryview:
+        """The bytes of one block, writable."""
+        start = block_id * self.layout.block_bytes
+        return memoryview(self._memory)[start : start + self.layout.block_bytes]
 
     def parts(self, layer: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Views of one layer's K and V in all blocks, as stored, without scales.

@@ -22,8 +22,8 @@ _ALIGNMENT = 64  # bytes; a vector register, so that no load crosses a cache lin
 class NativeKVStore(KVStore):
     """A store with the view of it that the kernels read."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        super().__init__(layout, num_blocks)
+    def __init__(self, layout: KVLayout, num_blocks: int, *, lock: bool = False) -> None:
+        super().__init__(layout, num_blocks, lock=lock)
         self.view = _native.KVView(
             self.data,
             layout.dtype,
@@ -89,8 +89,8 @@ class NativeOps:
     def load_rope(self, cos: Array, sin: Array) -> Rope:
         return Rope(cos=cos, sin=sin, handle=_native.Rope(cos, sin))
 
-    def create_kv_store(self, layout: KVLayout, num_blocks: int) -> KVStore:
-        return NativeKVStore(layout, num_blocks)
+    def create_kv_store(self, layout: KVLayout, num_blocks: int, *, lock: bool = False) -> KVStore:
+        return NativeKVStore(layout, num_blocks, lock=lock)
 
     def embed(self, table: npt.NDArray[Any], token_ids: Int32) -> Array:
         return table[token_ids].astype(np.float32)

@@ -61,8 +61,8 @@ class ReferenceOps:
     def load_rope(self, cos: Array, sin: Array) -> Rope:
         return Rope(cos=cos, sin=sin)
 
-    def create_kv_store(self, layout: KVLayout, num_blocks: int) -> KVStore:
-        return KVStore(layout, num_blocks)
+    def create_kv_store(self, layout: KVLayout, num_blocks: int, *, lock: bool = False) -> KVStore:
+        return KVStore(layout, num_blocks, lock=lock)
 
     def embed(self, table: npt.NDArray[Any], token_ids: Int32) -> Array:
         return table[token_ids].astype(np.float32)

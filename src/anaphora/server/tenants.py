@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from anaphora.errors import ConfigError, Unauthorized
+from anaphora.types import DEFAULT_TENANT
 
-DEFAULT_TENANT = "default"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DERIVED_PREFIX = "key-"
 

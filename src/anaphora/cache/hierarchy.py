@@ -1,0 +1,328 @@
+"""The tiers together: blocks move down when they are evicted and come up when they are hit."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from anaphora.cache.eviction import LRU, EvictionPolicy
+from anaphora.cache.hashing import BlockHash, BlockKey
+from anaphora.cache.history import History, LossReason
+from anaphora.cache.pool import Block, BlockPool
+from anaphora.cache.shares import Limits, Share
+from anaphora.cache.tiers import (
+    BlockRecord,
+    DamagedBlock,
+    HostMemory,
+    LowerTier,
+    Memory,
+    Mover,
+    Storage,
+    Tier,
+    Transfer,
+)
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 2  # lost blocks, for each that fits
+_MAX_PENDING_STORES = 64  # of one tier; more would only be copied to be overtaken by eviction
+
+
+class Hierarchy:
+    """Tier 1, which attention reads, and those below it. The step loop owns it.
+
+    A block is in one or several tiers, and its parent is in at least one as long as it is: nothing
+    is stranded. A block that is in the next lower tier already is evicted without a copy.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        memory: Memory | None = None,
+        storages: Mapping[str, Storage] | None = None,
+        *,
+        shares: Sequence[Share] = (),
+        new_policy: Callable[[int], EvictionPolicy] = LRU,
+        reserve: int = 0,
+        mover: Mover | None = None,
+    ) -> None:
+        """``num_blocks`` blocks of tier 1, whose bytes are in ``memory``; without it, only who has
+        which block is kept, as for a simulation.
+
+        ``storages``: the lower tiers, the highest first. ``new_policy`` makes one for a tier of
+        that many blocks. ``reserve``: blocks that a step may take, so that as many are copied down
+        beforehand.
+        """
+
+        def pool(size: int) -> BlockPool:
+            return BlockPool(size, new_policy(size), Limits(shares, size))
+
+        self.device = Tier("device", pool(num_blocks))
+        self.lower = tuple(
+            LowerTier(name, pool(storage.num_slots), storage)
+            for name, storage in (storages or {}).items()
+        )
+        self.tiers: tuple[Tier, ...] = (self.device, *self.lower)
+        self.history = History(_REMEMBERED * sum(len(tier.pool.blocks) for tier in self.tiers))
+        self._memory = memory
+        self._mover = mover or Mover()
+        self._reserve = reserve
+        for tier in self.tiers:
+            tier.pool.on_evict = functools.partial(self._leave, tier)
+            tier.pool.erase = functools.partial(self._erase, tier)
+
+    def _erase(self, tier: Tier, block_id: int) -> None:
+        if isinstance(tier, LowerTier):
+            self._mover.erase(tier.storage, block_id)
+        else:
+            view = self._view(tier, block_id)
+            view[:] = bytes(len(view))
+
+    @property
+    def num_under_way(self) -> int:
+        """Blocks that are being moved."""
+        return self._mover.num_under_way
+
+    def find_below(self, key: BlockKey) -> tuple[LowerTier, Block] | None:
+        """The highest lower tier that has the block."""
+        for tier in self.lower:
+            block = tier.pool.find(key)
+            if block is not None:
+                return tier, block
+        return None
+
+    def is_findable(self, block_hash: BlockHash) -> bool:
+        """Whether any tier has it."""
+        return any(tier.pool.is_findable(block_hash) for tier in self.tiers)
+
+    def children(self, parent: BlockHash) -> Iterable[Block]:
+        """Blocks of all tiers that come right after ``parent``; one in two tiers comes twice."""
+        for tier in self.tiers:
+            yield from tier.pool.children(parent)
+
+    def num_worth_loading(
+        self, found: Sequence[tuple[LowerTier, Block]], seconds_to_compute: float | None
+    ) -> int:
+        """How many of ``found`` to fetch, from the first on, so that the prompt is ready soonest.
+
+        ``seconds_to_compute`` is of one block. What was never measured is taken for free to fetch.
+        """
+        if seconds_to_compute is None:
+            return len(found)
+        saved = best = 0.0
+        num_best = 0
+        for index, (tier, _) in enumerate(found):
+            load = tier.load_time.seconds or 0.0
+            if index == 0:  # it waits for those that are under way
+                saved -= self._mover.num_loading * load
+            saved += seconds_to_compute - load
+            if saved > best:
+                best, num_best = saved, index + 1
+        return num_best
+
+    def decline(self, found: Sequence[tuple[LowerTier, Block]]) -> None:
+        """These are going to be computed again, because fetching them takes longer."""
+        for tier, _ in found:
+            tier.load_time.hope()
+            tier.stats.num_recomputed += 1
+
+    def load(
+        self, tier: LowerTier, slot: Block, into: Block, on_end: Callable[[Transfer], None]
+    ) -> None:
+        """Fetches a block into a held, unwritten one of tier 1; ``poll`` calls ``on_end``."""
+        assert slot.key is not None
+        tier.pool.hold(slot)
+        self.device.pool.hold(into)
+        record = BlockRecord(slot.key, slot.depth, slot.owner)
+        transfer = Transfer(True, self.device, into, tier, slot, record, on_end)
+        self._mover.submit(transfer, self._view(self.device, into.block_id))
+
+    def prepare(self) -> None:
+        """Starts to copy down what is going to be evicted, the lowest tier first."""
+        for index in reversed(range(len(self.lower))):
+            upper, lower = self.tiers[index], self.lower[index]
+            missing = min(self._reserve, len(upper.pool.blocks) // 4) - upper.pool.num_ready
+            while missing > lower.num_pending < _MAX_PENDING_STORES:
+                victim = upper.pool.peek_victim()
+                if victim is None or not self._send_down(upper, victim, lower):
+                    break
+                missing = min(self._reserve, len(upper.pool.blocks) // 4) - upper.pool.num_ready
+
+    def _send_down(self, upper: Tier, block: Block, lower: LowerTier) -> bool:
+        assert block.key is not None
+        if lower.pool.is_findable(block.key.block_hash):  # never copied twice
+            upper.pool.start_leaving(block)
+            upper.pool.release([block])
+            return True
+        if lower.pool.num_free == 0:
+            return False
+        self._store(upper, block, lower)
+        return True
+
+    def _store(self, upper: Tier, block: Block, lower: LowerTier) -> None:
+        assert block.key is not None
+        upper.pool.start_leaving(block)
+        slot = lower.pool.take(block.owner)
+        record = BlockRecord(block.key, block.depth, block.owner)
+        lower.num_pending += 1
+        transfer = Transfer(False, upper, block, lower, slot, record, _ignore)
+        self._mover.submit(transfer, self._view(upper, block.block_id))
+
+    def _view(self, tier: Tier, block_id: int) -> memoryview:
+        memory = tier.storage if isinstance(tier, LowerTier) else self._memory
+        assert isinstance(memory, Memory)
+        return memory.block_view(block_id)
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """Takes note of transfers that have ended; waits up to ``timeout`` seconds for one."""
+        for transfer in self._mover.poll(timeout):
+            if transfer.is_load:
+                self._end_load(transfer)
+            else:
+                self._end_store(transfer)
+
+    def _end_store(self, transfer: Transfer) -> None:
+        upper, lower, slot, block = transfer.upper, transfer.lower, transfer.slot, transfer.block
+        lower.num_pending -= 1
+        key = transfer.record.key
+        if transfer.error is not None:
+            lower.stats.num_stores_failed += 1
+            logger.warning("a block could not be stored in tier %s: %s", lower.name, transfer.error)
+        elif block.key is not key or not self._has_parent(transfer.record):
+            slot.must_erase = True  # purged on the way
+        elif lower.pool.publish(slot, *transfer.record):
+            lower.stats.num_stores += 1
+            lower.stats.store_seconds += transfer.seconds
+        lower.pool.release([slot])
+        upper.pool.release([block])
+
+    def _end_load(self, transfer: Transfer) -> None:
+        lower, slot, key = transfer.lower, transfer.slot, transfer.record.key
+        if slot.key is not key:
+            transfer.error = DamagedBlock("purged on the way")
+        elif transfer.error is not None:
+            lower.stats.num_loads_failed += 1
+            logger.warning("a block of tier %s is lost: %s", lower.name, transfer.error)
+            slot.must_erase = True
+            lower.pool.forget(slot)
+            if not self.is_findable(key.block_hash):
+                self._lose(key.block_hash, "damaged", lower)
+        else:
+            lower.load_time.add(transfer.seconds)
+            lower.stats.num_loads += 1
+            lower.stats.load_seconds += transfer.seconds
+            lower.pool.hit(slot, transfer.record.owner)
+        transfer.on_end(transfer)
+        lower.pool.release([slot])
+        self.device.pool.release([transfer.block])
+
+    def _has_parent(self, record: BlockRecord) -> bool:
+        return record.depth == 0 or self.is_findable(record.key.parent)
+
+    def _leave(self, tier: Tier, block: Block) -> None:
+        """``tier`` is about to give up a free block for want of room."""
+        assert block.key is not None
+        key = block.key
+        index = self.tiers.index(tier)
+        lower = self.lower[index] if index < len(self.lower) else None
+        if lower is not None and not lower.pool.is_findable(key.block_hash):
+            self._store_now(tier, block, lower)
+        if sum(other.pool.is_findable(key.block_hash) for other in self.tiers) == 1:
+            self._lose(key.block_hash, "evicted", tier)
+
+    def _store_now(self, tier: Tier, block: Block, lower: LowerTier) -> None:
+        """More blocks are needed than were prepared: memory is quick enough, a disk is not."""
+        if not isinstance(lower.storage, HostMemory) or not self._copy_now(tier, block, lower):
+            lower.stats.num_stores_dropped += 1
+
+    def _copy_now(self, tier: Tier, block: Block, lower: LowerTier) -> bool:
+        assert block.key is not None
+        if lower.pool.num_free == 0:
+            return False
+        slot = lower.pool.take(block.owner)
+        record = BlockRecord(block.key, block.depth, block.owner)
+        transfer = Transfer(False, tier, block, lower, slot, record, _ignore)
+        transfer.run(self._view(tier, block.block_id))
+        is_stored = transfer.error is None and lower.pool.publish(slot, *record)
+        if is_stored:
+            lower.stats.num_stores += 1
+            lower.stats.store_seconds += transfer.seconds
+        lower.pool.release([slot])
+        return is_stored
+
+    def _lose(self, block_hash: BlockHash, reason: LossReason, tier: Tier) -> None:
+        """The last copy of a block goes, so what comes after it can never be reached."""
+        self.history.record(block_hash, reason, tier.name)
+        for other, block in self.descendants(block_hash):
+            assert block.key is not None
+            self.history.record(block.key.block_hash, reason, other.name)
+            other.pool.forget(block)
+
+    def descendants(self, block_hash: BlockHash) -> list[tuple[Tier, Block]]:
+        """All copies of all blocks that come after this one."""
+        found: list[tuple[Tier, Block]] = []
+        to_visit, seen = [block_hash], {block_hash}
+        while to_visit:
+            parent = to_visit.pop()
+            for tier in self.tiers:
+                for block in tier.pool.children(parent):
+                    assert block.key is not None
+                    found.append((tier, block))
+                    if block.key.block_hash not in seen:
+                        seen.add(block.key.block_hash)
+                        to_visit.append(block.key.block_hash)
+        return found
+
+    def purge(self, is_wanted: Callable[[Block], bool]) -> dict[str, tuple[int, int]]:
+        """Forgets and erases blocks in all tiers: how many in each, and how many are in use.
+
+        Those in use are found by nobody any more, and erased when their sequences end.
+        """
+        counts: dict[str, tuple[int, int]] = {}
+        for tier in self.tiers:
+            for block in tier.pool.findable():
+                if is_wanted(block) and block.key is not None:
+                    self.history.record(block.key.block_hash, "purged", tier.name)
+            counts[tier.name] = tier.pool.purge(is_wanted)
+        return counts
+
+    def flush(self, seconds: float) -> int:
+        """Copies to the lowest tier what is only above it, for at most ``seconds``; how many."""
+        lowest, deadline = self.tiers[-1], time.monotonic() + seconds
+        if not isinstance(lowest, LowerTier):
+            return 0
+        above = [(tier, block) for tier in self.tiers[:-1] for block in tier.pool.findable()]
+        num_stored = 0
+        for tier, block in sorted(above, key=lambda pair: pair[1].depth):  # parents first
+            assert block.key is not None
+            if lowest.pool.is_findable(block.key.block_hash):
+                continue
+            if time.monotonic() > deadline or lowest.pool.num_ready == 0:
+                break
+            num_stored += self._copy_now(tier, block, lowest)
+        return num_stored
+
+    def close(self) -> None:
+        """Ends the threads and gives the lower tiers' storage back."""
+        self._mover.close()
+        for tier in self.lower:
+            tier.storage.close()
+
+    def check(self) -> None:
+        """Raises AssertionError if an invariant does not hold."""
+        for tier in self.tiers:
+            tier.pool.check()
+            for block in tier.pool.findable():
+                assert block.key is not None
+                is_stranded = block.depth > 0 and not self.is_findable(block.key.parent)
+                assert not is_stranded or block.is_leaving
+        for block in self.device.pool.findable():
+            assert block.key is not None
+            is_whole = block.depth == 0 or self.device.pool.is_findable(block.key.parent)
+            assert is_whole or block.is_leaving
+
+
+def _ignore(_: Transfer) -> None:
+    pass

@@ -1,0 +1,232 @@
+"""Tiers below the one that attention reads: their blocks, their bytes, and the threads between.
+
+Which blocks exist and where is decided by the step loop alone (``CacheManager``). Threads only move
+bytes of blocks that the loop holds for them, and report what they did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from anaphora.cache.hashing import BlockKey
+from anaphora.cache.pool import Block, BlockPool
+from anaphora.cache.shares import Owner
+from anaphora.errors import AnaphoraError
+from anaphora.machine import map_memory
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = 0.125  # weight of the newest measurement in a running mean
+_HOPE = 0.98  # see Estimate.hope
+
+
+class BlockRecord(NamedTuple):
+    """What is kept beside the bytes of a block."""
+
+    key: BlockKey
+    depth: int
+    owner: Owner
+
+
+class DamagedBlock(AnaphoraError):
+    """A stored block cannot be read back as it was written. It never leaves the cache."""
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """Block bytes that can be looked at: tier 1, and host memory."""
+
+    def block_view(self, block_id: int) -> memoryview:
+        """The bytes of one block, writable."""
+
+
+class Storage(Protocol):
+    """The bytes of a lower tier. ``write`` and ``read`` run on two threads, never for one slot."""
+
+    @property
+    def num_slots(self) -> int:
+        """How many blocks fit."""
+
+    def write(self, slot: int, record: BlockRecord, data: memoryview, /) -> None:
+        """Raises ``OSError``."""
+
+    def read(self, slot: int, record: BlockRecord, into: memoryview, /) -> None:
+        """Raises ``DamagedBlock`` or ``OSError``; ``into`` is then of no use."""
+
+    def erase(self, slot: int) -> None:
+        """Leaves nothing of the block that can be read. Raises ``OSError``."""
+
+    def close(self) -> None:
+        """Gives the storage back."""
+
+
+class HostMemory:
+    """Tier 2: memory of this process, beside the K/V store. Stays out of core dumps."""
+
+    def __init__(self, capacity: int, block_bytes: int, *, lock: bool = False) -> None:
+        """``capacity`` in bytes. Raises ``ConfigError``."""
+        self.num_slots = capacity // block_bytes
+        self._block_bytes = block_bytes
+        self._bytes = memoryview(
+            map_memory(self.num_slots * block_bytes, option="--swap-space", lock=lock)
+        )
+
+    def block_view(self, block_id: int) -> memoryview:
+        """As ``Memory`` says."""
+        start = block_id * self._block_bytes
+        return self._bytes[start : start + self._block_bytes]
+
+    def write(self, slot: int, _record: BlockRecord, data: memoryview, /) -> None:
+        """As ``Storage`` says."""
+        self.block_view(slot)[:] = data
+
+    def read(self, slot: int, _record: BlockRecord, into: memoryview, /) -> None:
+        """As ``Storage`` says."""
+        into[:] = self.block_view(slot)
+
+    def erase(self, slot: int) -> None:
+        """As ``Storage`` says."""
+        self.block_view(slot)[:] = bytes(self._block_bytes)
+
+    def close(self) -> None:
+        """As ``Storage`` says."""
+
+
+@dataclasses.dataclass(slots=True)
+class Estimate:
+    """A running mean of measured seconds; None before the first."""
+
+    seconds: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """One more measurement."""
+        old = seconds if self.seconds is None else self.seconds
+        self.seconds = old + _MEMORY * (seconds - old)
+
+    def hope(self) -> None:
+        """A mean that keeps us from trying would never be corrected: let it fall slowly."""
+        if self.seconds is not None:
+            self.seconds *= _HOPE
+
+
+@dataclasses.dataclass(slots=True)
+class TierStats:
+    """Counters of a lower tier since the start, in blocks and seconds."""
+
+    num_stores: int = 0
+    num_loads: int = 0
+    num_stores_dropped: int = 0  # for want of time: the blocks are lost
+    num_stores_failed: int = 0
+    num_loads_failed: int = 0
+    num_recomputed: int = 0  # found here, but computing again is cheaper
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+class Tier:
+    """One tier: which blocks it has, and where their bytes are."""
+
+    def __init__(self, name: str, pool: BlockPool) -> None:
+        self.name = name
+        self.pool = pool
+        self.num_hit_tokens = 0  # of prompts, counted when their computation is skipped
+
+
+class LowerTier(Tier):
+    """A tier that attention cannot read: host memory or disk."""
+
+    def __init__(self, name: str, pool: BlockPool, storage: Storage) -> None:
+        super().__init__(name, pool)
+        self.storage = storage
+        self.stats = TierStats()
+        self.load_time = Estimate()  # of one block, on the thread that loads
+        self.num_pending = 0  # stores on their way
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Transfer:
+    """One block on its way between a tier and a lower one. Both its ends are held meanwhile."""
+
+    is_load: bool
+    upper: Tier
+    block: Block  # of ``upper``
+    lower: LowerTier
+    slot: Block  # of ``lower``
+    record: BlockRecord
+    on_end: Callable[[Transfer], None]
+    error: Exception | None = None
+    seconds: float = 0.0
+
+    def run(self, data: memoryview) -> None:
+        """Moves the bytes, on whatever thread. An error is reported, not raised."""
+        start = time.perf_counter()
+        try:
+            if self.is_load:
+                self.lower.storage.read(self.slot.block_id, self.record, data)
+            else:
+                self.lower.storage.write(self.slot.block_id, self.record, data)
+        except (OSError, DamagedBlock) as error:
+            self.error = error
+        except Exception as error:  # a bug must cost a hit, not the engine
+            logger.exception("moving a block to or from the tier %r", self.lower.name)
+            self.error = error
+        self.seconds = time.perf_counter() - start
+
+
+class Mover:
+    """Two threads, so that a prompt that waits for its blocks never waits behind stores."""
+
+    def __init__(self) -> None:
+        self._stores = ThreadPoolExecutor(1, "cache-store")
+        self._loads = ThreadPoolExecutor(1, "cache-load")
+        self._ended: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+        self.num_under_way = 0
+        self.num_loading = 0
+
+    def submit(self, transfer: Transfer, data: memoryview) -> None:
+        """Moves ``transfer``'s bytes from or to ``data`` soon, in the order of submission."""
+        self.num_under_way += 1
+        self.num_loading += transfer.is_load
+        executor = self._loads if transfer.is_load else self._stores
+        executor.submit(self._run, transfer, data)
+
+    def _run(self, transfer: Transfer, data: memoryview) -> None:
+        transfer.run(data)
+        self._ended.put(transfer)
+
+    def erase(self, storage: Storage, slot: int) -> None:
+        """Erases soon: after all stores so far and before all later ones."""
+        self._stores.submit(_erase, storage, slot)
+
+    def poll(self, timeout: float | None = 0.0) -> list[Transfer]:
+        """What has ended, ``timeout`` seconds after the call at the latest."""
+        ended: list[Transfer] = []
+        if not self.num_under_way:
+            return ended
+        try:
+            ended.append(self._ended.get(timeout=timeout) if timeout else self._ended.get_nowait())
+            while True:
+                ended.append(self._ended.get_nowait())
+        except queue.Empty:
+            pass
+        self.num_under_way -= len(ended)
+        self.num_loading -= sum(transfer.is_load for transfer in ended)
+        return ended
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the threads."""
+        self._stores.shutdown(cancel_futures=True)
+        self._loads.shutdown(cancel_futures=True)
+
+
+def _erase(storage: Storage, slot: int) -> None:
+    try:
+        storage.erase(slot)
+    except OSError as error:
+        logger.error("a purged block could not be erased: %s", error)
