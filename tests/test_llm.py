@@ -88,7 +88,9 @@ def test_one_bad_prompt_leaves_nothing_behind(llm):
 
 @pytest.mark.parametrize("face", [LLM, AsyncLLM])
 def test_wrong_options_are_named(face, smollm2_path):
-    with pytest.raises(ConfigError, match="there is no option 'kv_cache'; there are block_size"):
+    with pytest.raises(
+        ConfigError, match="there is no option 'kv_cache'; there are audit_hits, block_size"
+    ):
         face(str(smollm2_path), kv_cache=5)
     with pytest.raises(ConfigError, match="kv_cache_memory is '2GiB'; it must be a whole number"):
         face(str(smollm2_path), kv_cache_memory="2GiB")

@@ -198,7 +198,7 @@ class TestNumbers:
         config = EngineConfig(
             model=str(tiny_path), dtype="float32", kv_cache_memory=64 * BLOCK_BYTES
         )
-        driver = Driver(Engine(config, create_ops("float32")))
+        driver = Driver(Engine(config, ops=create_ops("float32")))
         cold, _ = driver.run(prompt(1, 100))
         warm, num_cached = driver.run(prompt(1, 100))
         np.testing.assert_allclose(warm, cold, atol=1e-4)  # NumPy's products round by shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import shutil
@@ -24,6 +25,8 @@ from anaphora.config import DEFAULT_MODEL, EngineConfig
 from anaphora.engine.process import (
     Abort,
     Add,
+    Answer,
+    Command,
     Configure,
     Down,
     Failed,
@@ -40,6 +43,8 @@ from anaphora.loaders.sources import resolve
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import (
+    CacheAnswer,
+    CacheCommand,
     CacheScope,
     CompletionDelta,
     EngineRequest,
@@ -47,13 +52,14 @@ from anaphora.types import (
     ModelInfo,
     SamplingParams,
     SequenceOutput,
+    Workload,
+    add_stats,
 )
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 5.0
 _MAX_RESTART_DELAY = 30.0
-_GAUGES = ("num_running", "num_waiting", "num_total_blocks", "num_used_blocks", "num_cached_blocks")
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,11 +109,14 @@ class AsyncLLM:
         self._config = dataclasses.replace(config, model=str(resolved.path))
         self.model_name = resolved.name  # as the operator called it
         self._text = TextSide(resolved.path)
+        self._public_prefixes = self._text.encode_public(config.public_prefix)
         self._child: _Child | None = None
         self._info: ModelInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._queues: dict[str, asyncio.Queue[SequenceOutput | EngineError]] = {}
+        self._commands: dict[int, asyncio.Future[Answer]] = {}
+        self._command_ids = itertools.count()
         self._current_stats = EngineStats()  # of the engine that runs
         self._finished_stats = EngineStats()  # counters of the engines that died
 
@@ -158,7 +167,7 @@ class AsyncLLM:
 
     def stats(self) -> EngineStats:
         """Counters since the start, over all engines, and gauges of the last step."""
-        return _sum_counters(self._finished_stats, self._current_stats)
+        return add_stats(self._finished_stats, self._current_stats)
 
     def generate(
         self,
@@ -166,6 +175,7 @@ class AsyncLLM:
         params: SamplingParams,
         *,
         scope: CacheScope | None = None,
+        workload: Workload = "interactive",
         request_id: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Streams the output of all ``params.n`` choices, interleaved.
@@ -178,10 +188,26 @@ class AsyncLLM:
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             scope=scope or CacheScope(),
+            workload=workload,
         )
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         self._live_child()
         return self._stream(request)
+
+    async def command(self, command: CacheCommand) -> CacheAnswer:
+        """Purges or pins. Raises ``RequestError``, ``EngineUnavailable``, ``EngineDied``."""
+        child = self._live_child()
+        command_id = next(self._command_ids)
+        waiting = asyncio.get_running_loop().create_future()
+        self._commands[command_id] = waiting
+        try:
+            await child.send(Command(command_id, command))
+            answer: Answer = await waiting
+        finally:
+            self._commands.pop(command_id, None)
+        if answer.error is not None:
+            raise getattr(errors, answer.error)(answer.message)
+        return answer.answer
 
     def _live_child(self) -> _Child:
         if self._child is None:
@@ -252,7 +278,9 @@ class AsyncLLM:
         """Sends the configuration; what the engine made of it, or why it could not."""
 
         async def exchange() -> Up:
-            await child.socket.send(encode(Configure(self._config)))  # waits for its connection
+            await child.socket.send(
+                encode(Configure(self._config, self._public_prefixes))
+            )  # waits for its connection
             shutil.rmtree(child.folder, ignore_errors=True)  # done with: kill -9 leaves nothing
             return decode_up(await child.socket.recv())
 
@@ -315,33 +343,27 @@ class AsyncLLM:
     async def _receive(self, child: _Child) -> None:
         while True:
             message = decode_up(await child.socket.recv())
-            assert isinstance(message, StepOutputs)
+            assert isinstance(message, StepOutputs | Answer)
             self._current_stats = message.stats
+            if isinstance(message, Answer):
+                waiting = self._commands.pop(message.command_id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+                continue
             for output in message.outputs:
                 queue = self._queues.get(output.request_id)
                 if queue is not None:  # else its client has gone
                     queue.put_nowait(output)
 
     def _keep_counters(self) -> None:
-        gone = dict.fromkeys(_GAUGES, 0)
-        stats = self.stats()
-        restarts = stats.num_engine_restarts + 1
-        kept = {**_as_dict(stats), **gone, "num_engine_restarts": restarts}
-        self._finished_stats, self._current_stats = EngineStats(**kept), EngineStats()
+        self._finished_stats = self.stats()
+        self._finished_stats.num_engine_restarts += 1
+        self._current_stats = EngineStats()
 
     def _fail_requests(self, error: type[EngineError], message: str) -> None:
         for queue in self._queues.values():
             queue.put_nowait(error(message))
-
-
-def _as_dict(stats: EngineStats) -> dict[str, int]:
-    return {name: getattr(stats, name) for name in EngineStats.__struct_fields__}
-
-
-def _sum_counters(finished: EngineStats, current: EngineStats) -> EngineStats:
-    """``current``'s gauges, and counters that go on where ``finished`` ended."""
-    totals = _as_dict(current)
-    for name, value in _as_dict(finished).items():
-        if name not in _GAUGES:
-            totals[name] += value
-    return EngineStats(**totals)
+        for waiting in self._commands.values():
+            if not waiting.done():
+                waiting.set_exception(error(message))
+        self._commands.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -10,6 +11,7 @@ from typing import Any, Literal, get_args
 from anaphora.errors import ConfigError
 
 Dtype = Literal["int8", "float32"]
+EvictionPolicyName = Literal["lru"]
 KVCacheDtype = Literal["auto", "int16", "float16", "bfloat16", "float32"]
 
 DEFAULT_MODEL = "smollm2"
@@ -22,7 +24,10 @@ _LIMITS = {
     "max_num_batched_tokens": 2**31 - 1,
     "kv_cache_memory": 2**63 - 1,
     "threads": 1024,  # as csrc/bindings.cpp
+    "disk_cache_size": 2**63 - 1,
 }
+
+_SIZES = ("kv_cache_memory", "disk_cache_size")
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -65,6 +70,18 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes; None: what gpu_memory_utilization leaves
     gpu_memory_utilization: float = 0.5
     enable_prefix_caching: bool = True
+    eviction_policy: EvictionPolicyName = "lru"
+    swap_space: int = 0  # bytes of host memory below the K/V store
+    disk_cache: str | None = None  # directory of the disk tier, if there is to be one
+    disk_cache_size: int | None = None  # bytes
+    disk_cache_persist: bool = False
+    disk_cache_key_file: str | None = None
+    disk_cache_ttl: float = 7 * 86400.0  # seconds that a persisted block may be used for
+    lock_memory: bool = False
+    cache_share: tuple[str, ...] = ()  # see cache.shares.Share.parse
+    pin_quota: float = 0.1  # part of tier 1 that one tenant may pin
+    public_prefix: tuple[str, ...] = ()  # system prompts whose blocks all tenants share
+    audit_hits: float = 0.0  # part of the hits that are computed again and compared
     threads: int | None = None  # None: the cores this process may use
 
     def __post_init__(self) -> None:
@@ -75,7 +92,7 @@ class EngineConfig:
             if not isinstance(value, int | None):
                 raise ConfigError(
                     f"{name} is {value!r}; it must be a whole number"
-                    + (" of bytes, see parse_size" if name == "kv_cache_memory" else "")
+                    + (" of bytes, see parse_size" if name in _SIZES else "")
                 )
             if value is not None and not 1 <= value <= limit:
                 raise ConfigError(
@@ -99,6 +116,40 @@ class EngineConfig:
                 "it must be above 0 and at most 1"
             )
 
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, int):
+            raise ConfigError(f"swap_space is {self.swap_space!r}; give bytes, see parse_size")
+        if not 0 <= self.swap_space < 2**63:
+            raise ConfigError(f"--swap-space is {self.swap_space}; it must be 0 or more bytes")
+        lower = self.swap_space or self.disk_cache is not None
+        if lower and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--swap-space and --disk-cache keep blocks of the prefix cache, which "
+                "--no-enable-prefix-caching turns off; leave one of them out"
+            )
+        if (self.disk_cache is None) != (self.disk_cache_size is None):
+            raise ConfigError(
+                "--disk-cache and --disk-cache-size belong together; give a directory and how much "
+                "of it may be used, for example --disk-cache /var/cache/anaphora "
+                "--disk-cache-size 20GiB"
+            )
+        if self.disk_cache_persist and (not self.disk_cache or not self.disk_cache_key_file):
+            raise ConfigError(
+                "--disk-cache-persist needs --disk-cache and --disk-cache-key-file: blocks that "
+                "outlive the process are encrypted under a key of yours"
+            )
+        if self.disk_cache_key_file and not self.disk_cache_persist:
+            raise ConfigError(
+                "--disk-cache-key-file is given without --disk-cache-persist; a disk cache that "
+                "ends with the process has a key of its own"
+            )
+        _check_positive("disk_cache_ttl", self.disk_cache_ttl)
+        _check_fraction("pin_quota", self.pin_quota)
+        _check_fraction("audit_hits", self.audit_hits)
+        _check_choice("eviction_policy", self.eviction_policy, get_args(EvictionPolicyName))
+
     @classmethod
     def of(cls, model: str | EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
         """A configuration as it is, or one made of a model's name and the fields' values."""
@@ -118,6 +169,16 @@ class EngineConfig:
         if self.kv_cache_dtype != "auto":
             return self.kv_cache_dtype
         return "float32" if self.dtype == "float32" else "int16"
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{_flag(name)} is {value!r}; it must be from 0 to 1")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{_flag(name)} is {value!r}; it must be above 0")
 
 
 def _flag(name: str) -> str:

@@ -10,10 +10,14 @@ AnaphoraError
 │   ├── InvalidRequest     400, names the field
 │   ├── ContextTooLong     400, context_length_exceeded
 │   ├── Unauthorized       401, invalid_api_key
-│   └── UnknownModel       404, model_not_found
+│   ├── UnknownModel       404, model_not_found
+│   ├── Forbidden          403, the key is not an admin's
+│   ├── UnknownPin         404, there is no such pin
+│   └── QuotaExceeded      429, more pins than the tenant may have
 ├── EngineError            our fault                                        → 5xx
 │   ├── EngineDied         500, a running request was lost with its engine process
 │   └── EngineUnavailable  503, a fresh engine is starting, or the server is ending
+├── DamagedBlock           a block on disk is not what was written         → a miss
 └── MeasurementError       a measured server failed or answered wrongly     → exit status 1
 
 A message names the field, the value and the fix.
@@ -84,6 +88,27 @@ class UnknownModel(RequestError):
     code = "model_not_found"
 
 
+class Forbidden(RequestError):
+    """The key is valid but may not do this (403)."""
+
+    status = 403
+    code = "insufficient_permissions"
+
+
+class UnknownPin(RequestError):
+    """The tenant has no pin of this id (404)."""
+
+    status = 404
+    code = "pin_not_found"
+
+
+class QuotaExceeded(RequestError):
+    """The tenant would pin more than it may (429)."""
+
+    status = 429
+    code = "pin_quota_exceeded"
+
+
 class EngineError(AnaphoraError):
     """Our fault; ``status`` is what an HTTP client sees."""
 
@@ -106,6 +131,13 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, retry_after: float = 2.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class DamagedBlock(AnaphoraError):
+    """The disk cache has not, or has no longer, the block asked for: a miss, whatever the reason.
+
+    It was damaged, overwritten or erased, or has outlived its time. Never leaves the cache.
+    """
 
 
 class MeasurementError(AnaphoraError):

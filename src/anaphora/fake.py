@@ -337,6 +337,7 @@ def _fake_info(
         weight_bytes=0,
         step_weight_bytes=0,
         kv_cache_bytes=0,
+        tier_bytes={},
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         enable_prefix_caching=enable_prefix_caching,

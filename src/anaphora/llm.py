@@ -22,6 +22,9 @@ from anaphora.text.chat import ChatTemplate
 from anaphora.text.detokenizer import Detokenizer
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import (
+    CacheAnswer,
+    CacheCommand,
+    CacheReport,
     CacheScope,
     CompletionDelta,
     EngineRequest,
@@ -32,6 +35,7 @@ from anaphora.types import (
     SamplingParams,
     SequenceOutput,
     TokenLogprob,
+    Workload,
 )
 
 Prompt = str | list[int]
@@ -49,6 +53,7 @@ class Completion:
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt: their computation was skipped
+    cache_report: CacheReport | None = None  # of the prompt; the first choice has it
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -58,6 +63,7 @@ class Completion:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.num_cached_tokens = delta.num_cached_tokens
+        self.cache_report = self.cache_report or delta.cache_report
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
@@ -80,6 +86,19 @@ class TextSide:
                 param="prompts",
             )
         return prompt
+
+    def encode_public(self, prefixes: Iterable[str]) -> list[list[int]]:
+        """Token ids of what begins a chat with each of these system prompts.
+
+        Without a chat template they are taken as they are.
+        """
+        if self.chat_template is None:
+            return [self.tokenizer.encode(prefix) for prefix in prefixes]
+        template = self.chat_template
+        return [
+            template.encode([{"role": "system", "content": prefix}], add_generation_prompt=False)
+            for prefix in prefixes
+        ]
 
 
 class RequestOutputs:
@@ -128,6 +147,7 @@ class RequestOutputs:
             text=text,
             token_ids=token_ids,
             num_cached_tokens=output.num_cached_tokens,
+            cache_report=output.cache_report,
             logprobs=() if output.logprob is None else (output.logprob,),
             finish_reason=finish_reason,
             stop_reason=output.stop_token_id if stop_reason is None else stop_reason,
@@ -141,8 +161,9 @@ class LLM:
         """``options`` are fields of ``EngineConfig``. Raises ``ConfigError``, ``ModelError``."""
         config = EngineConfig.of(model, options)
         resolved = resolve(config.model)
-        self._engine = Engine(dataclasses.replace(config, model=str(resolved.path)))
         self._text = TextSide(resolved.path)
+        config = dataclasses.replace(config, model=str(resolved.path))
+        self._engine = Engine(config, self._text.encode_public(config.public_prefix))
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
 
@@ -162,6 +183,7 @@ class LLM:
         params: SamplingParams = DEFAULT_PARAMS,
         *,
         scope: CacheScope | None = None,
+        workload: Workload = "interactive",
     ) -> list[Completion]:
         """Completions of one text or of several prompts, batched, in the prompts' order.
 
@@ -176,7 +198,7 @@ class LLM:
                 param="prompts",
             )
         encoded = [self._text.encode(prompt) for prompt in prompts]
-        return self._run(encoded, params, scope or CacheScope())
+        return self._run(encoded, params, scope or CacheScope(), workload)
 
     def chat(
         self,
@@ -184,6 +206,7 @@ class LLM:
         params: SamplingParams = DEFAULT_PARAMS,
         *,
         scope: CacheScope | None = None,
+        workload: Workload = "interactive",
     ) -> Completion:
         """The answer to a conversation; with n > 1 use ``generate``."""
         _check_params(params)
@@ -192,7 +215,7 @@ class LLM:
         if self._text.chat_template is None:
             raise InvalidRequest("this model has no chat template; use generate()")
         token_ids = self._text.chat_template.encode(messages)
-        return self._run([token_ids], params, scope or CacheScope())[0]
+        return self._run([token_ids], params, scope or CacheScope(), workload)[0]
 
     def stats(self) -> EngineStats:
         """Counters since the start and gauges of now."""
@@ -206,17 +229,31 @@ class LLM:
 
     def close(self) -> None:
         """Gives weights and cache back; the object is of no use afterwards."""
+        self._engine.close()
         del self._engine
 
+    def command(self, command: CacheCommand) -> CacheAnswer:
+        """Purges or pins. Raises ``RequestError``."""
+        with self._lock:
+            return self._engine.command(command)
+
     def _run(
-        self, prompts: list[list[int]], params: SamplingParams, scope: CacheScope
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        scope: CacheScope,
+        workload: Workload,
     ) -> list[Completion]:
         _check_params(params)
         with self._lock:
-            return self._run_locked(prompts, params, scope)
+            return self._run_locked(prompts, params, scope, workload)
 
     def _run_locked(
-        self, prompts: list[list[int]], params: SamplingParams, scope: CacheScope
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        scope: CacheScope,
+        workload: Workload,
     ) -> list[Completion]:
         ids = [f"local-{next(self._request_ids)}" for _ in prompts]
         results = {
@@ -229,7 +266,11 @@ class LLM:
             for request_id, prompt in zip(ids, prompts, strict=True):
                 self._engine.add(
                     EngineRequest(
-                        request_id=request_id, prompt_token_ids=prompt, params=params, scope=scope
+                        request_id=request_id,
+                        prompt_token_ids=prompt,
+                        params=params,
+                        scope=scope,
+                        workload=workload,
                     )
                 )
             for key, delta in self._steps(outputs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
@@ -232,6 +232,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     index: int
     num_cached_tokens: int
+    cache_report: CacheReport | None = None  # with the first output of a request
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
@@ -250,19 +251,43 @@ class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     num_cached_tokens: int  # of the prompt, the same in every delta of a request
+    cache_report: CacheReport | None = None  # in the first delta of a request
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+
+class TierCounters(msgspec.Struct, kw_only=True):
+    """One tier of the cache: gauges of now, then counters since the start."""
+
+    num_blocks: int = 0
+    num_cached_blocks: int = 0
+    hit_tokens: int = 0  # of prompts whose computation was skipped thanks to this tier
+    evicted_blocks: int = 0
+    refused_blocks: int = 0  # not kept, because their owner has its maximum share
+    guarantees_broken: int = 0  # blocks taken from a guaranteed share, or pinned, for want of any
+    stored_blocks: int = 0  # copied down into this tier
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+    dropped_blocks: int = 0  # not copied down, for want of time
+    failed_stores: int = 0
+    loaded_blocks: int = 0  # fetched up from this tier
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    failed_loads: int = 0  # damaged, or the disk failed: each a miss
+    recomputed_blocks: int = 0  # not fetched, because computing is quicker
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
     """Counters since the engine's start and gauges of now. Queries and hits are in tokens."""
 
     num_running: int = 0
+    num_loading: int = 0
     num_waiting: int = 0
     num_total_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # findable by their hash, held or not
+    num_pinned_blocks: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -270,6 +295,79 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_steps: int = 0
     num_computed_tokens: int = 0  # prefill and decode, recomputation after preemption included
     num_engine_restarts: int = 0
+    prefill_seconds_saved: float = 0.0
+    num_audited_blocks: int = 0
+    num_audits_skipped: int = 0  # sampled, but there was no time or room
+    num_audit_mismatches: int = 0
+    tiers: dict[str, TierCounters] = {}
+    workload_queries: dict[str, int] = {}
+    workload_hits: dict[str, int] = {}
+    tenant_queries: dict[str, int] = {}
+    tenant_hits: dict[str, int] = {}
+    missed_tokens: dict[str, int] = {}  # by MissReason
+
+
+GAUGES = frozenset(
+    {
+        *("num_running", "num_loading", "num_waiting", "num_total_blocks", "num_used_blocks"),
+        *("num_cached_blocks", "num_pinned_blocks", "num_blocks"),
+    }
+)
+
+
+class PurgeCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget and erase what belongs to all that is given; everything if nothing is."""
+
+    tenant: str | None = None
+    adapter: str | None = None
+    prefix: list[int] | None = None  # its last full block and all that comes after it
+    scope: CacheScope = CacheScope()  # of ``prefix``
+
+
+class PinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Keep the cached blocks of a prefix for a while."""
+
+    token_ids: list[int]
+    scope: CacheScope
+    seconds: float
+
+
+class EndPin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Keep a prefix no longer."""
+
+    tenant: str
+    pin_id: str
+
+
+class ListPins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What does a tenant keep?"""
+
+    tenant: str
+
+
+CacheCommand = PurgeCache | PinPrefix | EndPin | ListPins
+
+
+class PinInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that is kept."""
+
+    pin_id: str
+    num_tokens: int
+    seconds_left: float
+
+
+class PurgeCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a purge found in one tier."""
+
+    blocks: int
+    in_use: int  # of them: found by nobody any more, and erased when their requests end
+
+
+class CacheAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ``CacheCommand`` did."""
+
+    purged: dict[str, PurgeCounts] = {}  # by tier
+    pins: list[PinInfo] = []
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,6 +387,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     step_weight_bytes: int  # of them, what a step that chooses one token reads
     kv_cache_bytes: int
+    tier_bytes: dict[str, int]  # of all tiers of the cache, the highest first
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
@@ -299,6 +398,31 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def num_cache_tokens(self) -> int:
         """How many tokens the K/V store holds."""
         return self.num_blocks * self.block_size
+
+
+def add_stats(finished: EngineStats, current: EngineStats) -> EngineStats:
+    """``current``'s gauges, and counters that go on where ``finished`` ended."""
+    return _add_counters(finished, current)
+
+
+S = TypeVar("S", EngineStats, TierCounters)
+
+
+def _add_counters(finished: S, current: S) -> S:
+    totals: dict[str, Any] = {}
+    for name in current.__struct_fields__:
+        old, new = getattr(finished, name), getattr(current, name)
+        if name in GAUGES:
+            totals[name] = new
+        elif isinstance(new, dict):
+            totals[name] = {**old, **new}
+            for key in old.keys() & new.keys():
+                one, other = old[key], new[key]
+                is_tier = isinstance(other, TierCounters)
+                totals[name][key] = _add_counters(one, other) if is_tier else one + other
+        else:
+            totals[name] = old + new
+    return type(current)(**totals)
 
 
 Message = dict[str, Any]  # one chat message: role, content and what else its template reads

@@ -21,7 +21,7 @@ INFO = ModelInfo(
     name="m", architecture="llama", num_parameters=300, num_multiplied_weights=80,
     num_head_weights=20, vocab_size=1000, max_model_len=4096, dtype="int8",
     kv_cache_dtype="float16", block_size=16, num_blocks=9, weight_bytes=120,
-    step_weight_bytes=100, kv_cache_bytes=9,
+    step_weight_bytes=100, kv_cache_bytes=9, tier_bytes={},
     max_num_seqs=4, max_num_batched_tokens=512, enable_prefix_caching=True, threads=2,
     kernels="native avx2",
 )  # fmt: skip

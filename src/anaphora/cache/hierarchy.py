@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from anaphora.cache.eviction import LRU, EvictionPolicy
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.history import History, LossReason
-from anaphora.cache.pool import Block, BlockPool
+from anaphora.cache.pool import Block, BlockPool, BlockRecord
 from anaphora.cache.shares import Limits, Share
 from anaphora.cache.tiers import (
-    BlockRecord,
-    DamagedBlock,
     HostMemory,
     LowerTier,
     Memory,
@@ -23,6 +21,7 @@ from anaphora.cache.tiers import (
     Tier,
     Transfer,
 )
+from anaphora.errors import DamagedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +134,7 @@ class Hierarchy:
         assert slot.key is not None
         tier.pool.hold(slot)
         self.device.pool.hold(into)
-        record = BlockRecord(slot.key, slot.depth, slot.owner)
-        transfer = Transfer(True, self.device, into, tier, slot, record, on_end)
+        transfer = Transfer(True, self.device, into, tier, slot, slot.record, on_end)
         self._mover.submit(transfer, self._view(self.device, into.block_id))
 
     def prepare(self) -> None:
@@ -165,7 +163,7 @@ class Hierarchy:
         assert block.key is not None
         upper.pool.start_leaving(block)
         slot = lower.pool.take(block.owner)
-        record = BlockRecord(block.key, block.depth, block.owner)
+        record = block.record
         lower.num_pending += 1
         transfer = Transfer(False, upper, block, lower, slot, record, _ignore)
         self._mover.submit(transfer, self._view(upper, block.block_id))
@@ -242,7 +240,7 @@ class Hierarchy:
         if lower.pool.num_free == 0:
             return False
         slot = lower.pool.take(block.owner)
-        record = BlockRecord(block.key, block.depth, block.owner)
+        record = block.record
         transfer = Transfer(False, tier, block, lower, slot, record, _ignore)
         transfer.run(self._view(tier, block.block_id))
         is_stored = transfer.error is None and lower.pool.publish(slot, *record)
@@ -287,6 +285,27 @@ class Hierarchy:
                     self.history.record(block.key.block_hash, "purged", tier.name)
             counts[tier.name] = tier.pool.purge(is_wanted)
         return counts
+
+    def restore(self, name: str, entries: Iterable[tuple[int, BlockRecord]]) -> int:
+        """Takes over what a tier's storage kept from an earlier process, oldest first; how many.
+
+        Blocks whose beginning is missing could never be reached, and are left out.
+        """
+        tier = next(tier for tier in self.lower if tier.name == name)
+        found = list(entries)
+        ages = {slot: age for age, (slot, _) in enumerate(found)}
+        whole: list[tuple[int, BlockRecord]] = []
+        hashes: set[BlockHash] = set()
+        for slot, record in sorted(found, key=lambda entry: entry[1].depth):
+            if record.depth == 0 or record.key.parent in hashes:
+                hashes.add(record.key.block_hash)
+                whole.append((slot, record))
+        blocks = tier.pool.restore(whole)
+        for slot in ages.keys() - {block.block_id for block in blocks}:
+            self._mover.erase(tier.storage, slot)
+        blocks.sort(key=lambda block: ages[block.block_id], reverse=True)
+        tier.pool.release(blocks)  # the last of the list first: the oldest
+        return len(blocks)
 
     def flush(self, seconds: float) -> int:
         """Copies to the lowest tier what is only above it, for at most ``seconds``; how many."""

@@ -12,10 +12,12 @@ from typing import Protocol
 
 from anaphora.cache.hashing import BlockHash, BlockHasher, BlockKey, encode_tokens
 from anaphora.cache.hierarchy import Hierarchy
+from anaphora.cache.pins import Pins
 from anaphora.cache.pool import Block, BlockPool
 from anaphora.cache.shares import Owner
 from anaphora.cache.tiers import Estimate, LowerTier, Transfer
-from anaphora.types import CacheReport, CacheScope, MissReason, Workload
+from anaphora.errors import InvalidRequest
+from anaphora.types import CacheReport, CacheScope, MissReason, PinInfo, PurgeCounts
 
 # The last token of a prompt is always computed: its logits choose the first new token.
 NUM_ALWAYS_COMPUTED = 1
@@ -36,18 +38,33 @@ class Admission:
     num_loaded: Counter[str] = dataclasses.field(default_factory=Counter)  # by tier
 
 
-class Cacheable(Protocol):
-    """What the manager needs of a sequence. It fills the last five."""
+class Keyed(Protocol):
+    """What decides the keys of blocks."""
 
     token_ids: list[int]
     root_hash: BlockHash
     num_public_blocks: int  # at its start, shared by all tenants
+    block_keys: list[BlockKey]  # of its full blocks, each computed once
+
+
+@dataclasses.dataclass(slots=True)
+class Prefix:
+    """Tokens that nobody generates anything after."""
+
+    token_ids: list[int]
+    root_hash: BlockHash
+    num_public_blocks: int
+    block_keys: list[BlockKey] = dataclasses.field(default_factory=list)
+
+
+class Cacheable(Keyed, Protocol):
+    """What the manager needs of a sequence. It fills all but the owner."""
+
     owner: Owner
     admission: Admission | None
     num_computed_tokens: int  # K and V exist for these, and the next step goes on after them
     num_found_tokens: int  # in blocks that it found, which it never writes
     block_table: array.array[int]  # ids of the blocks it holds, in order
-    block_keys: list[BlockKey]  # of its full blocks, each computed once
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,9 +87,9 @@ class CacheStats:
 
     num_queries: int = 0
     num_hits: int = 0
-    queries_of: Counter[Workload] = dataclasses.field(default_factory=Counter)
-    hits_of: Counter[Workload] = dataclasses.field(default_factory=Counter)
-    missed_because: Counter[MissReason] = dataclasses.field(default_factory=Counter)
+    queries_of: Counter[str] = dataclasses.field(default_factory=Counter)
+    hits_of: Counter[str] = dataclasses.field(default_factory=Counter)
+    missed_because: Counter[str] = dataclasses.field(default_factory=Counter)
     tenant_queries: Counter[str] = dataclasses.field(default_factory=Counter)
     tenant_hits: Counter[str] = dataclasses.field(default_factory=Counter)
     seconds_saved: float = 0.0  # hits at the speed of prefill at that time
@@ -92,11 +109,13 @@ class CacheManager:
         *,
         enable_caching: bool = True,
         public_prefixes: Sequence[Sequence[int]] = (),
+        pin_quota: float = 0.0,
     ) -> None:
         self.hierarchy = hierarchy
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.pool: BlockPool = hierarchy.device.pool
+        self.pins = Pins(self.pool, block_size, pin_quota)
         self.stats = CacheStats()
         self.compute_time = Estimate()  # of one token in a prefill
         self._hasher = hasher
@@ -231,6 +250,7 @@ class CacheManager:
 
     def poll(self, timeout: float = 0.0) -> list[Cacheable]:
         """Takes note of what has been moved; the sequences for which all has come that will."""
+        self.pins.expire()
         if self.hierarchy.lower:
             self.hierarchy.poll(timeout)
             self.hierarchy.prepare()
@@ -352,7 +372,7 @@ class CacheManager:
         for key in seq.block_keys:  # followers take over what it did not finish
             self._retract(seq, key)
 
-    def compute_keys(self, seq: Cacheable, yield_: Callable[[], None] | None = None) -> None:
+    def compute_keys(self, seq: Keyed, yield_: Callable[[], None] | None = None) -> None:
         """Hashes all that can be matched of ``seq``; each block once.
 
         ``yield_`` is called now and then, for when another thread wants to go on meanwhile.
@@ -371,12 +391,12 @@ class CacheManager:
         if self._computing.get(key.block_hash) is seq:
             del self._computing[key.block_hash]
 
-    def _num_matchable(self, seq: Cacheable) -> int:
+    def _num_matchable(self, seq: Keyed) -> int:
         if not self.enable_caching:
             return 0
         return len(seq.token_ids) // self.block_size
 
-    def _key(self, seq: Cacheable, index: int) -> BlockKey:
+    def _key(self, seq: Keyed, index: int) -> BlockKey:
         """The key of block ``index``; the keys of a sequence are computed once and in order."""
         keys = seq.block_keys
         while len(keys) <= index:
@@ -391,6 +411,58 @@ class CacheManager:
                 hashed_parent = self._hasher.branch(seq.root_hash, parent)
             keys.append(BlockKey(self._hasher.child(hashed_parent, tokens), parent, tokens))
         return keys[index]
+
+    def pin(self, scope: CacheScope, token_ids: Sequence[int], seconds: float) -> PinInfo:
+        """Keeps the blocks of a prefix that are in tier 1 now. Raises ``RequestError``."""
+        keys = self._keys_of(scope, token_ids)
+        found = [key.block_hash for key in keys if self.pool.find(key) is not None]
+        if not found:
+            raise InvalidRequest(
+                f"nothing of this prefix is cached; it has {len(token_ids)} tokens, and only full "
+                f"blocks of {self.block_size} are kept"
+            )
+        return self.pins.add(scope.tenant, found, seconds)
+
+    def purge(
+        self,
+        *,
+        tenant: str | None = None,
+        adapter: str | None = None,
+        prefix: tuple[CacheScope, Sequence[int]] | None = None,
+    ) -> dict[str, PurgeCounts]:
+        """Forgets and erases in all tiers what belongs to all the given; everything if none is.
+
+        ``prefix``: the last full block of these tokens and all that comes after it. What running
+        requests hold is found by nobody any more, and is erased when they end.
+        """
+        wanted: set[BlockHash] | None = None
+        if prefix is not None:
+            keys = self._keys_of(*prefix)
+            wanted = {key.block_hash for key in keys[-1:]}
+            for block_hash in list(wanted):
+                for _, block in self.hierarchy.descendants(block_hash):
+                    assert block.key is not None
+                    wanted.add(block.key.block_hash)
+
+        def is_wanted(block: Block) -> bool:
+            return (
+                (tenant is None or block.owner.tenant == tenant)
+                and (adapter is None or block.owner.adapter == adapter)
+                and (wanted is None or (block.key is not None and block.key.block_hash in wanted))
+            )
+
+        counts = self.hierarchy.purge(is_wanted)
+        self.pins.end_lost()
+        return {
+            name: PurgeCounts(blocks=blocks, in_use=in_use)
+            for name, (blocks, in_use) in counts.items()
+        }
+
+    def _keys_of(self, scope: CacheScope, token_ids: Sequence[int]) -> list[BlockKey]:
+        num_public = self.num_public_blocks(token_ids, scope)
+        prefix = Prefix(list(token_ids), self.root(scope), num_public)
+        self.compute_keys(prefix)
+        return prefix.block_keys
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from anaphora.cache.eviction import LRU, EvictionPolicy
 from anaphora.cache.hashing import BlockHash, BlockKey
@@ -18,6 +18,14 @@ NOBODY = Owner("", "interactive")  # also of a block that has never been written
 
 def _nothing(_: Any) -> None:
     pass
+
+
+class BlockRecord(NamedTuple):
+    """What a block is: kept beside its bytes wherever they go."""
+
+    key: BlockKey
+    depth: int  # blocks before it in its prefix
+    owner: Owner
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,6 +41,12 @@ class Block:
     is_evictable: bool = False
     is_leaving: bool = False  # chosen as a victim, and its bytes go or have gone a tier down
     must_erase: bool = False  # before anyone else gets it
+
+    @property
+    def record(self) -> BlockRecord:
+        """Of a findable block."""
+        assert self.key is not None
+        return BlockRecord(self.key, self.depth, self.owner)
 
 
 class BlockPool:
@@ -224,16 +238,19 @@ class BlockPool:
                 self._clean(block)
         return num_purged, num_held
 
-    def restore(self, block_id: int, key: BlockKey, depth: int, owner: Owner) -> Block | None:
-        """Publishes an empty block whose bytes are known to be there; held, None if refused."""
-        block = self.blocks[block_id]
-        self._empty.remove(block)
-        self.num_free -= 1
-        block.ref_count = 1
-        if self.publish(block, key, depth, owner):
-            return block
-        self.release([block])
-        return None
+    def restore(self, entries: Iterable[tuple[int, BlockRecord]]) -> list[Block]:
+        """Publishes empty blocks whose bytes are known to be there, parents first; held."""
+        restored: list[Block] = []
+        for block_id, record in entries:
+            block = self.blocks[block_id]
+            block.ref_count = 1
+            if self.publish(block, *record):
+                restored.append(block)
+            else:
+                block.ref_count = 0
+        self._empty = [block for block in self._empty if block.ref_count == 0]
+        self.num_free -= len(restored)
+        return restored
 
     def findable(self) -> Iterator[Block]:
         """All findable blocks, in no order that means anything."""

@@ -12,30 +12,16 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from anaphora.cache.hashing import BlockKey
-from anaphora.cache.pool import Block, BlockPool
-from anaphora.cache.shares import Owner
-from anaphora.errors import AnaphoraError
+from anaphora.cache.pool import Block, BlockPool, BlockRecord
+from anaphora.errors import DamagedBlock
 from anaphora.machine import map_memory
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = 0.125  # weight of the newest measurement in a running mean
 _HOPE = 0.98  # see Estimate.hope
-
-
-class BlockRecord(NamedTuple):
-    """What is kept beside the bytes of a block."""
-
-    key: BlockKey
-    depth: int
-    owner: Owner
-
-
-class DamagedBlock(AnaphoraError):
-    """A stored block cannot be read back as it was written. It never leaves the cache."""
 
 
 @runtime_checkable

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Iterable
+from concurrent import futures
 from pathlib import Path
 
+from anaphora.cache.disk import DiskStorage
+from anaphora.cache.disk_key import hash_secret, read_key_file
 from anaphora.cache.hashing import HASH_BYTES, BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
-from anaphora.cache.shares import Owner
+from anaphora.cache.shares import Owner, parse_shares
+from anaphora.cache.tiers import LowerTier, Tier
 from anaphora.config import EngineConfig
 from anaphora.engine import sampler
-from anaphora.engine.memory import plan_max_model_len, plan_num_blocks
+from anaphora.engine.memory import create_storages, plan_max_model_len, plan_num_blocks
 from anaphora.engine.runner import ModelRunner
 from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.sequence import Sequence
+from anaphora.errors import UnknownPin
 from anaphora.loaders.checkpoint import open_checkpoint
 from anaphora.loaders.sources import packed_dir
 from anaphora.machine import usable_cores
@@ -23,11 +30,25 @@ from anaphora.models.registry import load_model
 from anaphora.ops.api import Array, Ops
 from anaphora.ops.kv_store import KVLayout
 from anaphora.ops.native import NativeOps
-from anaphora.types import EngineRequest, EngineStats, FinishReason, ModelInfo, SequenceOutput
+from anaphora.types import (
+    CacheAnswer,
+    CacheCommand,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    ListPins,
+    ModelInfo,
+    PinPrefix,
+    PurgeCache,
+    SequenceOutput,
+    TierCounters,
+)
 
 logger = logging.getLogger(__name__)
 
 _LOAD_WAIT_SECONDS = 0.005  # then new messages are looked at
+_LONG_PROMPT = 2048  # tokens; hashing shorter ones takes less than 0.2 ms
+_FLUSH_SECONDS = 3.0  # at the end; whoever ended us waits for five
 
 
 class Engine:
@@ -36,7 +57,13 @@ class Engine:
     ``config.model`` is the path of a checkpoint. Raises ``ModelError`` and ``ConfigError``.
     """
 
-    def __init__(self, config: EngineConfig, ops: Ops | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        public_prefixes: Iterable[list[int]] = (),
+        *,
+        ops: Ops | None = None,
+    ) -> None:
         threads = config.threads or usable_cores()
         ops = ops or NativeOps(config.dtype, threads)
         with open_checkpoint(Path(config.model)) as checkpoint:
@@ -59,6 +86,23 @@ class Engine:
             num_cache_tokens=num_blocks * config.block_size,
         )
         model.set_max_model_len(max_model_len)
+        # What decides the bits in a block besides its tokens, tenant and adapter.
+        model_fields = {
+            "weights": weights_digest,
+            "dtype": config.dtype.encode(),
+            "kv_dtype": layout.dtype.encode(),
+            "block_size": layout.block_size.to_bytes(4, "little"),
+        }
+        secret = os.urandom(HASH_BYTES)
+        if config.disk_cache_key_file is not None:  # blocks have to be found after a restart
+            secret = hash_secret(read_key_file(Path(config.disk_cache_key_file)))
+        kv_bytes = num_blocks * layout.block_bytes
+        storages = create_storages(
+            config,
+            taken_bytes=model.weight_bytes + kv_bytes,
+            block_bytes=layout.block_bytes,
+            identity=BlockHasher(secret, model_fields).root({}),
+        )
         self.info = ModelInfo(
             name=name,
             architecture=model.config.model_type,
@@ -73,21 +117,37 @@ class Engine:
             num_blocks=num_blocks,
             weight_bytes=model.weight_bytes,
             step_weight_bytes=model.step_weight_bytes,
-            kv_cache_bytes=num_blocks * layout.block_bytes,
+            kv_cache_bytes=kv_bytes,
+            tier_bytes={
+                "device": kv_bytes,
+                **{name: tier.num_slots * layout.block_bytes for name, tier in storages.items()},
+            },
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             threads=threads,
             kernels=ops.name,
         )
-        store = ops.create_kv_store(layout, num_blocks)
+        store = ops.create_kv_store(layout, num_blocks, lock=config.lock_memory)
         self.runner = ModelRunner(model, store)
+        self._block_bytes = layout.block_bytes
         self.cache = CacheManager(
-            Hierarchy(num_blocks, store),
+            Hierarchy(
+                num_blocks,
+                store,
+                storages,
+                shares=parse_shares(config.cache_share),
+                reserve=-(-config.max_num_batched_tokens // config.block_size)
+                + config.max_num_seqs,
+            ),
             config.block_size,
-            _create_hasher(config, layout, weights_digest),
+            BlockHasher(secret, model_fields),
             enable_caching=config.enable_prefix_caching,
+            public_prefixes=list(public_prefixes),
+            pin_quota=config.pin_quota,
         )
+        if isinstance(disk := storages.get("disk"), DiskStorage):
+            self.cache.hierarchy.restore("disk", disk.entries())
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=config.max_num_seqs,
@@ -95,6 +155,9 @@ class Engine:
         )
         self._eos_token_ids = frozenset(model.config.eos_token_ids)
         self._requests: dict[str, list[Sequence]] = {}
+        self._hashing = futures.ThreadPoolExecutor(1, "hashing")
+        self._arriving: dict[str, futures.Future[None]] = {}  # long prompts being hashed
+        self._is_persistent = config.disk_cache_persist
         self._num_steps = 0
         self._num_computed_tokens = 0
 
@@ -118,12 +181,29 @@ class Engine:
             for index in range(request.params.n)
         ]
         self._requests[request.request_id] = choices
+        if len(request.prompt_token_ids) < _LONG_PROMPT:
+            self._enqueue(choices)
+        else:
+            work = self._hashing.submit(self.cache.compute_keys, choices[0], _let_others_run)
+            self._arriving[request.request_id] = work
+
+    def _enqueue(self, choices: list[Sequence]) -> None:
         if len(choices) > 1:
             self.cache.compute_keys(choices[0])
             for seq in choices[1:]:
                 seq.block_keys = list(choices[0].block_keys)
         for seq in choices:
-            self.scheduler.add(seq)
+            if not seq.is_finished:  # aborted on its way
+                self.scheduler.add(seq)
+
+    def _enqueue_hashed(self) -> None:
+        """Queues the long prompts whose keys are known by now; waits if nothing else is to do."""
+        if not self.scheduler.has_work:
+            futures.wait(self._arriving.values(), return_when=futures.FIRST_COMPLETED)
+        for request_id, work in list(self._arriving.items()):
+            if work.done():
+                del self._arriving[request_id]
+                self._enqueue(self._requests.get(request_id, []))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or only one of its choices. Unknown and finished ones are ignored."""
@@ -133,22 +213,29 @@ class Engine:
 
     def step(self) -> list[SequenceOutput]:
         """Computes one batch; the new tokens of all choices that got one."""
+        if self._arriving:
+            self._enqueue_hashed()
         chunks = self.scheduler.schedule()
         if not chunks:
             self.scheduler.run_loaded(_LOAD_WAIT_SECONDS)
             return []
+        start = time.perf_counter()
         sampled = [chunk.seq for chunk in chunks if chunk.is_last]
         logits = self.runner.run(chunks)  # [len(sampled), vocab]
         for chunk in chunks:
             self.scheduler.complete(chunk)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if num_tokens - len(chunks) >= self.cache.block_size:  # a prefill is most of it
+            self.cache.compute_time.add((time.perf_counter() - start) / num_tokens)
         self._num_steps += 1
-        self._num_computed_tokens += sum(chunk.num_tokens for chunk in chunks)
+        self._num_computed_tokens += num_tokens
         return [self._advance(seq, row) for seq, row in zip(sampled, logits, strict=True)]
 
     def _advance(self, seq: Sequence, logits: Array) -> SequenceOutput:
         """Appends the next token of one choice; a failure ends this choice and no other."""
         # The first choice computed the prompt; the others share it.
         num_cached_tokens = self._requests[seq.request_id][0].num_cached_tokens or 0
+        cache_report, seq.cache_report = seq.cache_report, None  # told once
         try:
             token_id = sampler.sample(logits, seq, self._eos_token_ids)
         except Exception as error:
@@ -158,6 +245,7 @@ class Engine:
                 request_id=seq.request_id,
                 index=seq.index,
                 num_cached_tokens=num_cached_tokens,
+                cache_report=cache_report,
                 finish_reason="error",
                 error=str(error),
             )
@@ -168,6 +256,7 @@ class Engine:
             request_id=seq.request_id,
             index=seq.index,
             num_cached_tokens=num_cached_tokens,
+            cache_report=cache_report,
             token_id=token_id,
             logprob=logprob,
             finish_reason=seq.finish_reason,
@@ -185,34 +274,85 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._arriving)
+
+    @property
+    def has_spare_work(self) -> bool:
+        """Whether an idle engine should go on stepping: blocks are on their way down."""
+        return self.cache.hierarchy.num_under_way > 0
+
+    def command(self, command: CacheCommand) -> CacheAnswer:
+        """Purges or pins. Raises ``RequestError``."""
+        cache = self.cache
+        if isinstance(command, PurgeCache):
+            prefix = None if command.prefix is None else (command.scope, command.prefix)
+            purged = cache.purge(tenant=command.tenant, adapter=command.adapter, prefix=prefix)
+            return CacheAnswer(purged=purged)
+        if isinstance(command, PinPrefix):
+            return CacheAnswer(pins=[cache.pin(command.scope, command.token_ids, command.seconds)])
+        if isinstance(command, ListPins):
+            return CacheAnswer(pins=cache.pins.list(command.tenant))
+        if not cache.pins.remove(command.tenant, command.pin_id):
+            raise UnknownPin(f"there is no pin {command.pin_id!r}; GET /cache/pins lists them")
+        return CacheAnswer()
+
+    def close(self) -> None:
+        """Ends the threads; a persistent tier gets what it does not have yet."""
+        self._hashing.shutdown(cancel_futures=True)
+        if self._is_persistent:
+            self.cache.hierarchy.flush(_FLUSH_SECONDS)
+        self.cache.hierarchy.close()
 
     def stats(self) -> EngineStats:
         """Counters since the start and gauges of now."""
-        pool = self.cache.pool
+        pool, cache = self.cache.pool, self.cache.stats
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_loading=len(self.scheduler.loading),
+            num_waiting=len(self.scheduler.waiting) + len(self._arriving),
             num_total_blocks=len(pool.blocks),
             num_used_blocks=len(pool.blocks) - pool.num_free,
             num_cached_blocks=pool.num_findable,
             num_preemptions=self.scheduler.num_preemptions,
-            prefix_cache_queries=self.cache.stats.num_queries,
-            prefix_cache_hits=self.cache.stats.num_hits,
+            prefix_cache_queries=cache.num_queries,
+            prefix_cache_hits=cache.num_hits,
             num_evicted_blocks=pool.num_evicted,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
+            num_pinned_blocks=self.cache.pins.num_pinned_blocks,
+            prefill_seconds_saved=cache.seconds_saved,
+            tiers={tier.name: self._count(tier) for tier in self.cache.hierarchy.tiers},
+            workload_queries={**cache.queries_of},
+            workload_hits={**cache.hits_of},
+            tenant_queries=dict(cache.tenant_queries),
+            tenant_hits=dict(cache.tenant_hits),
+            missed_tokens={**cache.missed_because},
         )
 
+    def _count(self, tier: Tier) -> TierCounters:
+        pool = tier.pool
+        counters = TierCounters(
+            num_blocks=len(pool.blocks),
+            num_cached_blocks=pool.num_findable,
+            hit_tokens=tier.num_hit_tokens,
+            evicted_blocks=pool.num_evicted,
+            refused_blocks=pool.num_refused,
+            guarantees_broken=pool.num_guarantees_broken,
+        )
+        if isinstance(tier, LowerTier):
+            stats, size = tier.stats, self._block_bytes
+            counters.stored_blocks, counters.stored_bytes = (
+                stats.num_stores,
+                stats.num_stores * size,
+            )
+            counters.loaded_blocks, counters.loaded_bytes = stats.num_loads, stats.num_loads * size
+            counters.store_seconds, counters.load_seconds = stats.store_seconds, stats.load_seconds
+            counters.dropped_blocks = stats.num_stores_dropped
+            counters.failed_stores = stats.num_stores_failed
+            counters.failed_loads = stats.num_loads_failed
+            counters.recomputed_blocks = stats.num_recomputed
+        return counters
 
-def _create_hasher(config: EngineConfig, layout: KVLayout, weights_digest: bytes) -> BlockHasher:
-    """Keys under a secret of this process, bound to all that decides the bits in a block."""
-    return BlockHasher(
-        os.urandom(HASH_BYTES),
-        {
-            "weights": weights_digest,
-            "dtype": config.dtype.encode(),
-            "kv_dtype": layout.dtype.encode(),
-            "block_size": layout.block_size.to_bytes(4, "little"),
-        },
-    )
+
+def _let_others_run() -> None:
+    time.sleep(0)  # a thread that holds the interpreter would stop the step loop for 5 ms

@@ -1,7 +1,12 @@
-"""How many blocks the cache gets, and how long a context that allows."""
+"""How many blocks the cache gets in each tier, and how long a context that allows."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from anaphora.cache.disk import DiskStorage
+from anaphora.cache.disk_key import read_key_file
+from anaphora.cache.tiers import HostMemory, Storage
 from anaphora.config import EngineConfig, format_size
 from anaphora.errors import ConfigError
 from anaphora.machine import usable_memory
@@ -49,3 +54,42 @@ def plan_max_model_len(
             "lower it or raise --kv-cache-memory"
         )
     return asked
+
+
+def create_storages(
+    config: EngineConfig, *, taken_bytes: int, block_bytes: int, identity: bytes
+) -> dict[str, Storage]:
+    """The tiers below the K/V store, the highest first. Raises ``ConfigError``.
+
+    ``taken_bytes``: memory that weights and K/V store need. ``identity``: what the bytes in a block
+    depend on besides its key.
+    """
+    storages: dict[str, Storage] = {}
+    if config.swap_space:
+        usable = usable_memory()
+        if taken_bytes + config.swap_space > usable:
+            raise ConfigError(
+                f"--swap-space is {format_size(config.swap_space)}, but weights and K/V cache take "
+                f"{format_size(taken_bytes)} of {format_size(usable)} of memory; lower it, or "
+                "lower --kv-cache-memory"
+            )
+        if config.swap_space < block_bytes:
+            raise ConfigError(
+                f"--swap-space is {format_size(config.swap_space)} and does not hold one block of "
+                f"{config.block_size} tokens ({format_size(block_bytes)}); raise it"
+            )
+        storages["host"] = HostMemory(config.swap_space, block_bytes, lock=config.lock_memory)
+    if config.disk_cache is not None and config.disk_cache_size is not None:
+        directory, size = Path(config.disk_cache), config.disk_cache_size
+        if config.disk_cache_key_file is None:
+            storages["disk"] = DiskStorage.volatile(directory, size, block_bytes)
+        else:
+            storages["disk"] = DiskStorage.persistent(
+                directory,
+                size,
+                block_bytes,
+                key=read_key_file(Path(config.disk_cache_key_file)),
+                identity=identity,
+                ttl_seconds=config.disk_cache_ttl,
+            )
+    return storages

@@ -8,7 +8,6 @@ when told to, or when its parent is gone.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -20,7 +19,14 @@ import zmq
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
 from anaphora.errors import AnaphoraError, RequestError
-from anaphora.types import EngineRequest, EngineStats, ModelInfo, SequenceOutput
+from anaphora.types import (
+    CacheAnswer,
+    CacheCommand,
+    EngineRequest,
+    EngineStats,
+    ModelInfo,
+    SequenceOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True):
     """First message down."""
 
     config: EngineConfig
+    public_prefixes: list[list[int]]
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
@@ -71,8 +78,25 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-Down = Configure | Add | Abort | Shutdown
-Up = Ready | Failed | StepOutputs
+class Command(msgspec.Struct, tag=True, frozen=True):
+    """Something to do with the cache, between two steps."""
+
+    command_id: int
+    command: CacheCommand
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """What a command did, or why it could not; ``error`` is the name of a class in ``errors``."""
+
+    command_id: int
+    answer: CacheAnswer
+    stats: EngineStats
+    error: str | None = None
+    message: str = ""
+
+
+Down = Configure | Add | Abort | Command | Shutdown
+Up = Ready | Failed | StepOutputs | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_down = msgspec.msgpack.Decoder(Down).decode
@@ -98,19 +122,23 @@ class EngineProcess:
         first = decode_down(self._socket.recv())
         assert isinstance(first, Configure)
         try:
-            engine = Engine(first.config)
+            engine = Engine(first.config, first.public_prefixes)
         except AnaphoraError as error:
             self._socket.send(encode(Failed(type(error).__name__, str(error))))
             return
         self._socket.send(encode(Ready(engine.info)))
-        with contextlib.suppress(zmq.Again):  # the parent is gone
+        try:
             while os.getppid() == self._parent and self._receive(engine):
                 outputs = engine.step()
                 self._socket.send(encode(StepOutputs(outputs, engine.stats())))
+        except zmq.Again:
+            pass  # the parent is gone
+        finally:
+            engine.close()
 
     def _receive(self, engine: Engine) -> bool:
         """Handles all waiting messages; waits for one if the engine is idle. False: stop."""
-        timeout = 0 if engine.has_work else _IDLE_POLL_MS
+        timeout = 0 if engine.has_work or engine.has_spare_work else _IDLE_POLL_MS
         while self._socket.poll(timeout):
             timeout = 0
             message = decode_down(self._socket.recv())
@@ -120,7 +148,17 @@ class EngineProcess:
                 engine.abort(message.request_id, message.index)
             elif isinstance(message, Add):
                 self._add(engine, message.request)
+            elif isinstance(message, Command):
+                self._obey(engine, message)
         return True
+
+    def _obey(self, engine: Engine, message: Command) -> None:
+        answer, error, reason = CacheAnswer(), None, ""
+        try:
+            answer = engine.command(message.command)
+        except RequestError as refusal:
+            error, reason = type(refusal).__name__, str(refusal)
+        self._socket.send(encode(Answer(message.command_id, answer, engine.stats(), error, reason)))
 
     def _add(self, engine: Engine, request: EngineRequest) -> None:
         try:
