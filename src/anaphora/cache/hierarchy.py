@@ -25,6 +25,7 @@ from anaphora.errors import DamagedBlock
 
 logger = logging.getLogger(__name__)
 
+_FLUSH_POLL_SECONDS = 0.1
 _REMEMBERED = 2  # lost blocks, for each that fits
 _MAX_PENDING_STORES = 64  # of one tier; more would only be copied to be overtaken by eviction
 
@@ -71,9 +72,10 @@ class Hierarchy:
         for tier in self.tiers:
             tier.pool.on_evict = functools.partial(self._leave, tier)
             tier.pool.erase = functools.partial(self._erase, tier)
+        self.device.pool.on_starved = functools.partial(self.poll, None)
 
     def _erase(self, tier: Tier, block_id: int) -> None:
-        if isinstance(tier, LowerTier):
+        if isinstance(tier, LowerTier) and not isinstance(tier.storage, HostMemory):
             self._mover.erase(tier.storage, block_id)
         else:
             view = self._view(tier, block_id)
@@ -128,13 +130,19 @@ class Hierarchy:
             tier.stats.num_recomputed += 1
 
     def load(
-        self, tier: LowerTier, slot: Block, into: Block, on_end: Callable[[Transfer], None]
+        self,
+        tier: LowerTier,
+        slot: Block,
+        record: BlockRecord,
+        into: Block,
+        on_end: Callable[[Transfer], None],
     ) -> None:
-        """Fetches a block into a held, unwritten one of tier 1; ``poll`` calls ``on_end``."""
-        assert slot.key is not None
-        tier.pool.hold(slot)
+        """Fetches a block from a held slot into a held, unwritten block of tier 1.
+
+        ``poll`` calls ``on_end`` and then releases the slot.
+        """
         self.device.pool.hold(into)
-        transfer = Transfer(True, self.device, into, tier, slot, slot.record, on_end)
+        transfer = Transfer(True, self.device, into, tier, slot, record, on_end)
         self._mover.submit(transfer, self._view(self.device, into.block_id))
 
     def prepare(self) -> None:
@@ -154,18 +162,22 @@ class Hierarchy:
             upper.pool.start_leaving(block)
             upper.pool.release([block])
             return True
-        if lower.pool.num_free == 0:
+        if not lower.pool.can_take:
             return False
+        upper.pool.start_leaving(block)
         self._store(upper, block, lower)
         return True
 
     def _store(self, upper: Tier, block: Block, lower: LowerTier) -> None:
+        """Copies a block that is held for it."""
         assert block.key is not None
-        upper.pool.start_leaving(block)
         slot = lower.pool.take(block.owner)
-        record = block.record
+        if block.key is None:  # the room was its parent's, without which it is lost
+            lower.pool.release([slot])
+            upper.pool.release([block])
+            return
         lower.num_pending += 1
-        transfer = Transfer(False, upper, block, lower, slot, record, _ignore)
+        transfer = Transfer(False, upper, block, lower, slot, block.record, _ignore)
         self._mover.submit(transfer, self._view(upper, block.block_id))
 
     def _view(self, tier: Tier, block_id: int) -> memoryview:
@@ -173,8 +185,9 @@ class Hierarchy:
         assert isinstance(memory, Memory)
         return memory.block_view(block_id)
 
-    def poll(self, timeout: float = 0.0) -> None:
-        """Takes note of transfers that have ended; waits up to ``timeout`` seconds for one."""
+    def poll(self, timeout: float | None = 0.0) -> None:
+        """Takes note of transfers that have ended; waits up to ``timeout`` seconds for one, with
+        None as long as it takes."""
         for transfer in self._mover.poll(timeout):
             if transfer.is_load:
                 self._end_load(transfer)
@@ -190,7 +203,7 @@ class Hierarchy:
             logger.warning("a block could not be stored in tier %s: %s", lower.name, transfer.error)
         elif block.key is not key or not self._has_parent(transfer.record):
             slot.must_erase = True  # purged on the way
-        elif lower.pool.publish(slot, *transfer.record):
+        elif self._publish_below(lower, slot, transfer.record):
             lower.stats.num_stores += 1
             lower.stats.store_seconds += transfer.seconds
         lower.pool.release([slot])
@@ -216,6 +229,14 @@ class Hierarchy:
         lower.pool.release([slot])
         self.device.pool.release([transfer.block])
 
+    def _publish_below(self, lower: LowerTier, slot: Block, record: BlockRecord) -> bool:
+        if not lower.pool.publish(slot, *record):
+            return False
+        if self._has_parent(record):
+            return True
+        lower.pool.forget(slot)  # its owner has its maximum, and the room was its parent's
+        return False
+
     def _has_parent(self, record: BlockRecord) -> bool:
         return record.depth == 0 or self.is_findable(record.key.parent)
 
@@ -227,28 +248,23 @@ class Hierarchy:
         lower = self.lower[index] if index < len(self.lower) else None
         if lower is not None and not lower.pool.is_findable(key.block_hash):
             self._store_now(tier, block, lower)
-        if sum(other.pool.is_findable(key.block_hash) for other in self.tiers) == 1:
+        is_lost = sum(other.pool.is_findable(key.block_hash) for other in self.tiers) == 1
+        if block.key is not None and is_lost:
             self._lose(key.block_hash, "evicted", tier)
 
     def _store_now(self, tier: Tier, block: Block, lower: LowerTier) -> None:
         """More blocks are needed than were prepared: memory is quick enough, a disk is not."""
-        if not isinstance(lower.storage, HostMemory) or not self._copy_now(tier, block, lower):
+        if not isinstance(lower.storage, HostMemory) or not lower.pool.can_take:
             lower.stats.num_stores_dropped += 1
-
-    def _copy_now(self, tier: Tier, block: Block, lower: LowerTier) -> bool:
-        assert block.key is not None
-        if lower.pool.num_free == 0:
-            return False
-        slot = lower.pool.take(block.owner)
-        record = block.record
+            return
+        record, slot = block.record, lower.pool.take(block.owner)
         transfer = Transfer(False, tier, block, lower, slot, record, _ignore)
         transfer.run(self._view(tier, block.block_id))
-        is_stored = transfer.error is None and lower.pool.publish(slot, *record)
-        if is_stored:
+        # The room may have been its parent's, without which it is lost.
+        if block.key is not None and self._publish_below(lower, slot, record):
             lower.stats.num_stores += 1
             lower.stats.store_seconds += transfer.seconds
         lower.pool.release([slot])
-        return is_stored
 
     def _lose(self, block_hash: BlockHash, reason: LossReason, tier: Tier) -> None:
         """The last copy of a block goes, so what comes after it can never be reached."""
@@ -307,21 +323,21 @@ class Hierarchy:
         tier.pool.release(blocks)  # the last of the list first: the oldest
         return len(blocks)
 
-    def flush(self, seconds: float) -> int:
-        """Copies to the lowest tier what is only above it, for at most ``seconds``; how many."""
+    def flush(self, seconds: float) -> None:
+        """Copies to the lowest tier what is only above it, for at most ``seconds``."""
         lowest, deadline = self.tiers[-1], time.monotonic() + seconds
-        if not isinstance(lowest, LowerTier):
-            return 0
+        assert isinstance(lowest, LowerTier)
         above = [(tier, block) for tier in self.tiers[:-1] for block in tier.pool.findable()]
-        num_stored = 0
         for tier, block in sorted(above, key=lambda pair: pair[1].depth):  # parents first
-            assert block.key is not None
-            if lowest.pool.is_findable(block.key.block_hash):
-                continue
-            if time.monotonic() > deadline or lowest.pool.num_ready == 0:
+            while lowest.num_pending >= _MAX_PENDING_STORES and time.monotonic() < deadline:
+                self.poll(_FLUSH_POLL_SECONDS)
+            if time.monotonic() > deadline or not lowest.pool.num_ready:
                 break
-            num_stored += self._copy_now(tier, block, lowest)
-        return num_stored
+            if block.key is not None and not lowest.pool.is_findable(block.key.block_hash):
+                tier.pool.hold(block)
+                self._store(tier, block, lowest)
+        while lowest.num_pending and time.monotonic() < deadline:
+            self.poll(_FLUSH_POLL_SECONDS)
 
     def close(self) -> None:
         """Ends the threads and gives the lower tiers' storage back."""
@@ -335,8 +351,7 @@ class Hierarchy:
             tier.pool.check()
             for block in tier.pool.findable():
                 assert block.key is not None
-                is_stranded = block.depth > 0 and not self.is_findable(block.key.parent)
-                assert not is_stranded or block.is_leaving
+                assert block.depth == 0 or self.is_findable(block.key.parent)
         for block in self.device.pool.findable():
             assert block.key is not None
             is_whole = block.depth == 0 or self.device.pool.is_findable(block.key.parent)

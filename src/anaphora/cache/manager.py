@@ -218,11 +218,14 @@ class CacheManager:
         for index in range(len(match.found), self._num_matchable(seq)):
             self._computing.setdefault(self._key(seq, index).block_hash, seq)
         end = functools.partial(self._end_load, seq, seq.admission)
-        for tier, slot in match.below:
+        records = [slot.record for _, slot in match.below]
+        for tier, slot in match.below:  # first, because what is taken may push others out
+            tier.pool.hold(slot)
+        for (tier, slot), record in zip(match.below, records, strict=True):
             block = self.pool.take(seq.owner)
             seq.block_table.append(block.block_id)
             seq.admission.num_loading += 1
-            self.hierarchy.load(tier, slot, block, end)
+            self.hierarchy.load(tier, slot, record, block, end)
         self.hierarchy.decline(match.declined)
 
     def _set_found(self, seq: Cacheable, num_blocks: int) -> None:
@@ -236,8 +239,11 @@ class CacheManager:
         is_next = seq.num_found_tokens == depth * self.block_size
         if (
             transfer.error is None
-            and (is_next or not is_waiting)  # else it is going to write to this block
-            and (depth == 0 or self.pool.is_findable(key.parent))
+            and (
+                is_next and self._is_findable_before(seq, depth)
+                if is_waiting  # otherwise it is going to write to this block
+                else depth == 0 or self.pool.is_findable(key.parent)
+            )
             and self.pool.publish(transfer.block, key, depth, owner)
             and is_waiting
         ):
@@ -358,10 +364,14 @@ class CacheManager:
                 self.pool.hold(known)
                 self.pool.release([block])
                 seq.block_table[index] = known.block_id
-            elif index == 0 or self.pool.is_findable(key.parent):  # else it has been purged
+            elif self._is_findable_before(seq, index):
                 self.pool.publish(block, key, index, self._owner(seq, index))
                 self.hierarchy.history.discard(key.block_hash)
             self._retract(seq, key)
+
+    def _is_findable_before(self, seq: Cacheable, index: int) -> bool:
+        """Whether ``seq`` holds the findable block before ``index``; it may have been purged."""
+        return index == 0 or self.pool.blocks[seq.block_table[index - 1]].key is not None
 
     def free(self, seq: Cacheable) -> None:
         """Takes everything back from ``seq``: finished, aborted, failed or preempted."""

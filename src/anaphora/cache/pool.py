@@ -20,6 +20,10 @@ def _nothing(_: Any) -> None:
     pass
 
 
+def _fail() -> None:
+    raise AssertionError("free blocks, but none can be taken")
+
+
 class BlockRecord(NamedTuple):
     """What a block is: kept beside its bytes wherever they go."""
 
@@ -58,7 +62,7 @@ class BlockPool:
         empty | leaving: copied a tier down | evictable, by policy | guaranteed | pinned
 
     Free + held = total, always. A sequence holds the whole prefix of every block that it holds, so
-    the free blocks always have a leaf: what is free can be taken.
+    the free blocks have a leaf: what is free can be taken, if need be when a copy has ended.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class BlockPool:
         self.on_evict: Callable[[Block], None] = _nothing
         # Called with the id of a block whose bytes must not stay.
         self.erase: Callable[[int], None] = _nothing
+        # Called until a block can be taken: all free ones wait for one that is being copied.
+        self.on_starved: Callable[[], None] = _fail
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.limits = limits or Limits()
         self.num_free = num_blocks
@@ -83,6 +89,7 @@ class BlockPool:
         self._num_pins: dict[BlockHash, int] = {}  # of blocks that may be gone for a while
         self._findable: dict[BlockHash, Block] = {}
         self._children: dict[BlockHash, dict[int, Block]] = {}  # by the parent's hash
+        self._num_staying: dict[BlockHash, int] = {}  # of these, how many are not leaving
         self._policy = policy or LRU()
         self._policies: dict[_Group, EvictionPolicy] = {}
 
@@ -95,6 +102,14 @@ class BlockPool:
     def num_ready(self) -> int:
         """Blocks that ``take`` gives without choosing a victim."""
         return len(self._empty) + len(self._leaving)
+
+    @property
+    def can_take(self) -> bool:
+        """Whether ``take`` can give a block at once: a free one may have to wait for a block after
+        it that is being read or copied."""
+        return bool(
+            self.num_ready or self._pinned or any(p.peek() for p in self._policies.values())
+        )
 
     def find(self, key: BlockKey) -> Block | None:
         """The block published under ``key``. Changes nothing.
@@ -127,12 +142,14 @@ class BlockPool:
             self._unsettle(block)
         if block.is_leaving:
             block.is_leaving = False
-            self._link(block)
+            self._count_staying(block, 1)
         block.ref_count += 1
 
     def take(self, owner: Owner = NOBODY) -> Block:
         """A block to write to, with one holder. Evicts one if there is no empty one."""
         assert self.num_free, "take() without a free block; ask num_free first"
+        while not self.can_take:
+            self.on_starved()
         if not self._empty:
             self._evict(self._choose_victim(self.limits.of(owner)))
         block = self._empty.pop()
@@ -183,7 +200,7 @@ class BlockPool:
         block.is_leaving = True
         block.ref_count = 1
         self.num_free -= 1
-        self._unlink(block)
+        self._count_staying(block, -1)
 
     def peek_victim(self) -> Block | None:
         """The block that goes next among those that may go."""
@@ -210,8 +227,7 @@ class BlockPool:
             self._leaving.pop(block.block_id, None)
             self._unsettle(block)
         self._policy_of(block).forget(block, evicted=evicted)
-        if not block.is_leaving:
-            self._unlink(block)
+        self._unlink(block)
         self.limits.count(self.limits.of(block.owner), -1)
         del self._findable[block.key.block_hash]
         block.key = None
@@ -323,7 +339,7 @@ class BlockPool:
     def _settle(self, block: Block) -> None:
         """Puts a free findable block among those that can go, if nothing findable follows it."""
         assert block.key is not None
-        if block.key.block_hash in self._children:
+        if block.key.block_hash in self._num_staying:
             return
         if block.key.block_hash in self._num_pins:
             self._pinned[block.block_id] = block
@@ -340,13 +356,8 @@ class BlockPool:
 
     def _link(self, block: Block) -> None:
         assert block.key is not None
-        siblings = self._children.get(block.key.parent)
-        if siblings is None:
-            siblings = self._children[block.key.parent] = {}
-            parent = self._findable.get(block.key.parent)
-            if parent is not None and parent.ref_count == 0:
-                self._unsettle(parent)
-        siblings[block.block_id] = block
+        self._children.setdefault(block.key.parent, {})[block.block_id] = block
+        self._count_staying(block, 1)
 
     def _unlink(self, block: Block) -> None:
         assert block.key is not None
@@ -354,9 +365,24 @@ class BlockPool:
         del siblings[block.block_id]
         if not siblings:
             del self._children[block.key.parent]
-            parent = self._findable.get(block.key.parent)
-            if parent is not None and parent.ref_count == 0 and not parent.is_leaving:
-                self._settle(parent)
+        if not block.is_leaving:
+            self._count_staying(block, -1)
+
+    def _count_staying(self, child: Block, change: int) -> None:
+        """Keeps a parent from going before its children, and lets it go after them."""
+        assert child.key is not None
+        num_before = self._num_staying.get(child.key.parent, 0)
+        if num_before + change:
+            self._num_staying[child.key.parent] = num_before + change
+        else:
+            del self._num_staying[child.key.parent]
+        parent = self._findable.get(child.key.parent)
+        if parent is None or parent.ref_count > 0 or parent.is_leaving:
+            return
+        if num_before == 0:
+            self._unsettle(parent)
+        elif num_before + change == 0:
+            self._settle(parent)
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold. For tests and idle moments."""
@@ -370,12 +396,11 @@ class BlockPool:
             is_free_leaf = has_pins = False
             if block.key is not None:
                 assert self._findable[block.key.block_hash] is block
-                siblings = self._children.get(block.key.parent, {})
-                assert block.is_leaving != (block.block_id in siblings)
+                assert self._children[block.key.parent][block.block_id] is block
                 is_free_leaf = (
                     block.ref_count == 0
                     and not block.is_leaving
-                    and block.key.block_hash not in self._children
+                    and block.key.block_hash not in self._num_staying
                 )
                 has_pins = block.key.block_hash in self._num_pins
                 for limit in self.limits.of(block.owner):
@@ -387,5 +412,10 @@ class BlockPool:
             num_idle += block.ref_count == 0 and block.key is None
         assert num_idle == len(self._empty)
         assert len(self._findable) == sum(b.key is not None for b in self.blocks)
-        assert all(self._children.values())
+        assert sum(map(len, self._children.values())) == len(self._findable)
+        assert self._num_staying == {
+            parent: num
+            for parent, children in self._children.items()
+            if (num := sum(not child.is_leaving for child in children.values()))
+        }
         assert used == {subject: n for subject, n in self.limits.num_used.items() if n}

@@ -191,12 +191,12 @@ class Mover:
         self._stores.submit(_erase, storage, slot)
 
     def poll(self, timeout: float | None = 0.0) -> list[Transfer]:
-        """What has ended, ``timeout`` seconds after the call at the latest."""
+        """What has ended; waits up to ``timeout`` seconds for one, with None as long as needed."""
         ended: list[Transfer] = []
         if not self.num_under_way:
             return ended
         try:
-            ended.append(self._ended.get(timeout=timeout) if timeout else self._ended.get_nowait())
+            ended.append(self._ended.get(timeout != 0, timeout))
             while True:
                 ended.append(self._ended.get_nowait())
         except queue.Empty:
