@@ -57,6 +57,7 @@ class LateMover(Mover):
 
     def poll(self, timeout=0.0):
         if timeout is None and not self.done:
+            assert self.waiting, "it would wait for ever"
             self.run_next(loads=False)
             self.run_next(loads=True)
         ended, self.done = self.done, []
@@ -120,10 +121,11 @@ class Cache:
         cache = self.manager
         seq = Seq(cache, tokens, CacheScope(tenant, salt), workload)
         match = cache.match(seq)
-        if cache.find_awaited(seq, match.num_blocks) or not cache.can_start(match, len(tokens)):
+        if cache.find_awaited(seq, len(match.found)) or not cache.can_start(match, len(tokens)):
             return None
         cache.start(seq, match)
-        if not match.below:
+        seq.is_ready = not match.below
+        if seq.is_ready:
             assert cache.allocate(seq, seq.num_computed_tokens + 1)
         return seq
 
@@ -155,10 +157,17 @@ class Cache:
         self.settle()
         return report
 
+    def poll(self):
+        for seq in self.manager.poll():
+            assert seq.admission.num_loading == 0
+            assert not seq.is_ready
+            seq.is_ready = True
+        self.manager.prepare()
+
     def settle(self):
         """All transfers end, also those that others cause."""
         while True:
-            self.manager.poll()
+            self.poll()
             if not self.mover.waiting and not self.mover.done:
                 break
             self.mover.run_all()
@@ -217,11 +226,12 @@ class CacheMachine(RuleBasedStateMachine):
         seq = self.cache.start(tokens, tenant=tenant)
         if seq is not None:
             self.cache.settle()
+            assert seq.is_ready
             self.cache.compute(seq)
             self.manager.free(seq)
 
     def ready(self):
-        return [seq for seq in self.running if not seq.admission.num_loading]
+        return [seq for seq in self.running if seq.is_ready]
 
     @precondition(lambda self: self.ready())
     @rule(data=st.data(), num_tokens=st.integers(1, 5), new=st.integers(1, 2))
@@ -259,8 +269,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self):
-        for seq in self.manager.poll():
-            assert seq.admission.num_loading == 0
+        self.cache.poll()
 
     @rule(
         tenant=st.sampled_from([None, *TENANTS]),

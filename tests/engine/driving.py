@@ -56,6 +56,8 @@ class Driver:
         """Steps until nothing is left to do."""
         while self.engine.has_work:
             self.step()
+        while self.engine.cache.hierarchy.num_under_way:
+            self.engine.cache.poll(1.0)
         assert self.engine.cache.pool.num_free == len(self.engine.cache.pool.blocks)
         assert not self.engine.cache._computing
 

@@ -52,6 +52,7 @@ class Scheduler:
         budget = self._schedule_running(chunks)
         if self.num_preemptions == preemptions_before:  # else the victim would come straight back
             self._schedule_waiting(budget, chunks)
+        self.cache.prepare()
         return chunks
 
     def run_loaded(self, timeout: float = 0.0) -> None:
@@ -107,7 +108,7 @@ class Scheduler:
                 break  # matching costs time; thousands of followers take several steps
             num_matched_against += 1
             match = self.cache.match(seq)
-            seq.awaited_hash = self.cache.find_awaited(seq, match.num_blocks)
+            seq.awaited_hash = self.cache.find_awaited(seq, len(match.found))
             if seq.awaited_hash is not None:
                 continue
             if not self.cache.can_start(match, len(seq.token_ids)):
