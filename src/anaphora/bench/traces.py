@@ -8,11 +8,12 @@ import fnmatch
 import functools
 import itertools
 import json
+import lzma
 import random
 import tarfile
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from anaphora.errors import ConfigError
 
@@ -20,7 +21,6 @@ _TEXT_BLOCK = 256  # characters; counted as 64 tokens where a trace has text and
 _CHARACTERS_PER_TOKEN = 4
 _SYNTHETIC_BLOCK = 16  # tokens
 
-TraceFormat = Literal["mooncake", "kv-cache-tester", "lmcache", "tau-bench", "openai", "synthetic"]
 Encode = Callable[[dict[str, Any]], list[int]]  # the token ids of a request's body
 
 
@@ -85,10 +85,16 @@ class Trace:
 class ReadOptions:
     """How to read a trace."""
 
-    format: TraceFormat | None = None  # None: look at it
+    format: str | None = None  # a name in _READERS; None: look at it
     sessions: str = "*"  # pattern of file names, in a trace that is many files
     in_flight: int = 16  # conversations of tau-bench at a time
     encode: Encode | None = None  # for logs of requests
+
+    def __post_init__(self) -> None:
+        if self.format is not None and self.format not in _READERS:
+            raise ConfigError(
+                f"--format {self.format}: there is no such format; there are {', '.join(_READERS)}"
+            )
 
 
 def read_trace(source: str, options: ReadOptions) -> Trace:
@@ -115,53 +121,48 @@ def read_trace(source: str, options: ReadOptions) -> Trace:
 
 
 class _Files:
-    """The files of a trace that match a pattern: of a directory, of an archive, or just one."""
+    """The files of a trace: of a directory, of an archive, or just one."""
 
     def __init__(self, path: Path, pattern: str) -> None:
         self.path = path
-        self._pattern = pattern
+        self._pattern = pattern  # of names in a directory or archive
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Name and text of each, in the order of their names."""
-        found = False
-        for name, read in sorted(self._all(), key=lambda item: item[0]):
-            if self.path.is_file() and not self._is_archive:
-                is_wanted = True
-            else:
-                is_wanted = fnmatch.fnmatch(name, self._pattern)
-            if is_wanted:
-                found = True
-                try:
-                    yield name, read().decode()
-                except UnicodeDecodeError as error:
-                    raise ConfigError(f"{name}: it is not text in UTF-8 ({error})") from None
-        if not found:
+        return iter(self._texts)
+
+    @functools.cached_property
+    def _texts(self) -> list[tuple[str, str]]:
+        texts = []
+        for name, content in sorted(self._contents()):
+            try:
+                texts.append((name, content.decode()))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{name}: it is not text in UTF-8 ({error})") from None
+        if not texts:
             raise ConfigError(f"{self.path}: no file in it matches --sessions {self._pattern!r}")
+        return texts
 
-    @property
-    def _is_archive(self) -> bool:
-        return self.path.is_file() and tarfile.is_tarfile(self.path)
-
-    def _all(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    def _contents(self) -> Iterator[tuple[str, bytes]]:
         if self.path.is_dir():
             for path in self.path.rglob("*.json*"):
-                yield str(path.relative_to(self.path)), path.read_bytes
-        elif self._is_archive:
+                name = str(path.relative_to(self.path))
+                if fnmatch.fnmatch(name, self._pattern):
+                    yield name, path.read_bytes()
+        elif not tarfile.is_tarfile(self.path):
+            yield str(self.path), self.path.read_bytes()
+        else:
             try:
                 with tarfile.open(self.path) as archive:
                     for member in archive:
-                        if member.isfile() and fnmatch.fnmatch(member.name, self._pattern):
-                            content = archive.extractfile(member)
-                            assert content is not None
-                            data = content.read()
-                            yield member.name, lambda data=data: data  # type: ignore[misc]
-            except (tarfile.TarError, EOFError, OSError) as error:
+                        content = archive.extractfile(member)
+                        if content is not None and fnmatch.fnmatch(member.name, self._pattern):
+                            yield member.name, content.read()
+            except (tarfile.TarError, EOFError, lzma.LZMAError) as error:
                 raise ConfigError(f"{self.path}: the archive is damaged ({error})") from None
-        else:
-            yield str(self.path), self.path.read_bytes
 
 
-def _detect(files: _Files) -> TraceFormat:
+def _detect(files: _Files) -> str:
     name, text = next(iter(files))
     first = text.lstrip()[:1]
     try:
@@ -172,7 +173,7 @@ def _detect(files: _Files) -> TraceFormat:
     except (json.JSONDecodeError, IndexError):
         record = None
     if isinstance(record, dict):
-        for format_, field in _TELLING.items():
+        for field, format_ in _TELLING.items():
             if field in record:
                 return format_
     raise ConfigError(
@@ -180,12 +181,14 @@ def _detect(files: _Files) -> TraceFormat:
     )
 
 
-# A field that only this format has in its first record.
-_TELLING: dict[TraceFormat, str] = {
-    "kv-cache-tester": "hash_id_scope",
-    "mooncake": "hash_ids",
-    "lmcache": "input",
-    "openai": "messages",
+# A field in the first record, and the format that has it.
+_TELLING = {
+    "hash_id_scope": "kv-cache-tester",
+    "hash_ids": "mooncake",
+    "input": "lmcache",
+    "messages": "openai",
+    "prompt": "openai",
+    "body": "openai",
 }
 
 
@@ -365,7 +368,7 @@ def _read_openai(files: _Files, options: ReadOptions) -> Trace:
     return trace
 
 
-_READERS: dict[TraceFormat, Callable[[_Files, ReadOptions], Trace]] = {
+_READERS: dict[str, Callable[[_Files, ReadOptions], Trace]] = {
     "mooncake": _read_mooncake,
     "kv-cache-tester": _read_sessions,
     "lmcache": _read_agents,
