@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from anaphora.bench.optimum import optimal_hits
 from anaphora.bench.simulate import (
-    POLICIES,
     SimulateOptions,
     hit_rate,
     make_keys,
@@ -20,7 +19,7 @@ from anaphora.bench.simulate import (
     replay_with_ttl,
 )
 from anaphora.bench.traces import Trace
-from anaphora.cache.eviction import LRU
+from anaphora.cache.eviction import LRU, POLICIES
 from anaphora.errors import ConfigError
 from tests.bench.test_traces import DATA
 from tests.serving import run_command

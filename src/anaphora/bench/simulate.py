@@ -25,7 +25,7 @@ from rich.table import Table
 
 from anaphora.bench.optimum import optimal_hits
 from anaphora.bench.traces import ReadOptions, Trace, read_trace
-from anaphora.cache.eviction import LRU, EvictionPolicy, LeastExpectedReuse
+from anaphora.cache.eviction import POLICIES, EvictionPolicy
 from anaphora.cache.hashing import HASH_BYTES, BlockHash, BlockHasher, BlockKey
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import Admission, CacheManager
@@ -35,10 +35,6 @@ from anaphora.errors import ConfigError, RequestError
 from anaphora.llm import TextSide
 from anaphora.loaders.sources import resolve
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "reuse": LeastExpectedReuse,
-    "lru": LRU,
-}
 _NO_ROOM = 1e-6  # of a hit rate
 _OWNER = Owner("simulated", "interactive")
 _ROOT = BlockHash(bytes(HASH_BYTES))

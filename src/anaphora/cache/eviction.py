@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from anaphora.cache.forecast import NUM_CELLS, NUM_CLASSES, NUM_RESTS, WIDTHS, ReuseForecast
@@ -224,3 +225,7 @@ class LeastExpectedReuse:
                         break
                     self.discard(block)
                     self._enqueue(block, cell - rest + longer)
+
+
+# By the name that operators use: each makes a policy for a pool of so many blocks.
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"reuse": LeastExpectedReuse, "lru": LRU}
