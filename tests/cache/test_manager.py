@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from anaphora.cache.eviction import POLICIES, LeastExpectedReuse
 from anaphora.cache.hashing import BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
@@ -97,7 +98,17 @@ def content(key):
 class Cache:
     """A manager with its tiers, and what an engine would do with it."""
 
-    def __init__(self, num_blocks, lower, *, shares=(), reserve=2, public=(), pin_quota=1.0):
+    def __init__(
+        self,
+        num_blocks,
+        lower,
+        *,
+        policy=LeastExpectedReuse,
+        shares=(),
+        reserve=2,
+        public=(),
+        pin_quota=1.0,
+    ):
         self.store = Store(num_blocks)
         self.mover = LateMover()
         names = ("host", "disk")
@@ -106,7 +117,13 @@ class Cache:
             for name, slots in zip(names, lower, strict=False)
         }
         self.hierarchy = Hierarchy(
-            num_blocks, self.store, self.storages, shares=shares, reserve=reserve, mover=self.mover
+            num_blocks,
+            self.store,
+            self.storages,
+            shares=shares,
+            new_policy=policy,
+            reserve=reserve,
+            mover=self.mover,
         )
         self.manager = CacheManager(
             self.hierarchy,
@@ -196,8 +213,9 @@ class CacheMachine(RuleBasedStateMachine):
         has_shares=st.booleans(),
         has_public=st.booleans(),
         reserve=st.integers(0, 4),
+        policy=st.sampled_from(list(POLICIES.values())),
     )
-    def create(self, num_blocks, lower, has_shares, has_public, reserve):
+    def create(self, num_blocks, lower, has_shares, has_public, reserve, policy):
         shares = (Share("class:batch", 0, 0.3), Share("tenant:alice", 0.3, 0.8))
         self.cache = Cache(
             num_blocks,
@@ -205,6 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
             shares=shares if has_shares else (),
             public=[[1, 1, 1, 2]] if has_public else (),
             reserve=reserve,
+            policy=policy,
         )
         self.manager = self.cache.manager
         self.running = []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from anaphora.cache.disk import DiskStorage
 from anaphora.cache.disk_key import hash_secret, read_key_file
+from anaphora.cache.eviction import POLICIES
 from anaphora.cache.hashing import HASH_BYTES, BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
@@ -137,6 +138,7 @@ class Engine:
                 store,
                 storages,
                 shares=parse_shares(config.cache_share),
+                new_policy=POLICIES[config.eviction_policy],
                 reserve=-(-config.max_num_batched_tokens // config.block_size)
                 + config.max_num_seqs,
             ),
