@@ -281,6 +281,15 @@ class Hierarchy:
             self.history.record(block.key.block_hash, reason, other.name)
             other.pool.forget(block)
 
+    def drop(self, key: BlockKey) -> None:
+        """Forgets a block in all tiers because its bytes are wrong, and all that comes after."""
+        for tier in self.tiers:
+            block = tier.pool.find(key)
+            if block is not None:
+                block.must_erase = True
+                tier.pool.forget(block)
+        self._lose(key.block_hash, "damaged", self.device)
+
     def descendants(self, block_hash: BlockHash) -> list[tuple[Tier, Block]]:
         """All copies of all blocks that come after this one."""
         found: list[tuple[Tier, Block]] = []
