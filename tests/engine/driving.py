@@ -81,6 +81,15 @@ class Driver:
         self.engine.cache.hierarchy.purge(lambda _: True)
 
 
+class PatientDriver(Driver):
+    """Lets every transfer end before the next step: these steps are quicker than a disk."""
+
+    def step(self):
+        super().step()
+        while self.engine.cache.hierarchy.num_under_way:
+            self.engine.cache.hierarchy.poll(1.0)
+
+
 def assert_bit_equal(found: np.ndarray, expected: np.ndarray) -> None:
     """Equality of bits: NaN equals NaN, and 0.0 differs from -0.0."""
     assert found.shape == expected.shape

@@ -15,7 +15,7 @@ from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
 from anaphora.errors import ConfigError, DamagedBlock
 from anaphora.types import CacheScope
-from tests.engine.driving import Driver, assert_bit_equal
+from tests.engine.driving import PatientDriver, assert_bit_equal
 from tests.models.tiny import write_tiny_llama
 
 DTYPES = ("int8", "float32")
@@ -46,15 +46,6 @@ def open_driver(path, dtype="int8", num_blocks=NUM_BLOCKS, **options):
     # The tiny model computes as quickly as a disk reads: without this, fetching is often refused.
     driver.engine.cache.compute_time = Always(1.0)
     return driver
-
-
-class PatientDriver(Driver):
-    """Lets every transfer end before the next step: these steps are quicker than a disk."""
-
-    def step(self):
-        super().step()
-        while self.engine.cache.hierarchy.num_under_way:
-            self.engine.cache.hierarchy.poll(1.0)
 
 
 class Always(Estimate):
