@@ -6,12 +6,13 @@ bytes of blocks that the loop holds for them, and report what they did.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
 from anaphora.cache.pool import Block, BlockPool, BlockRecord
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = 0.125  # weight of the newest measurement in a running mean
 _HOPE = 0.98  # see Estimate.hope
+_MAX_BATCH = 32  # transfers that are told of at once
+_Job = tuple[Callable[[], None], "Transfer | None"]
 
 
 @runtime_checkable
@@ -70,11 +73,11 @@ class HostMemory:
 
     def write(self, slot: int, _record: BlockRecord, data: memoryview, /) -> None:
         """As ``Storage`` says."""
-        self.block_view(slot)[:] = data
+        _copy(self.block_view(slot), data)
 
     def read(self, slot: int, _record: BlockRecord, into: memoryview, /) -> None:
         """As ``Storage`` says."""
-        into[:] = self.block_view(slot)
+        _copy(into, self.block_view(slot))
 
     def erase(self, slot: int) -> None:
         """As ``Storage`` says."""
@@ -82,6 +85,17 @@ class HostMemory:
 
     def close(self) -> None:
         """As ``Storage`` says."""
+
+
+def _copy(into: memoryview, data: memoryview) -> None:
+    """As ``into[:] = data``, but other threads run meanwhile: with a slice, one that copies block
+    after block would let the step loop wait for 5 ms each time."""
+    assert into.nbytes == data.nbytes
+    ctypes.memmove(_address(into), _address(data), into.nbytes)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,9 +183,9 @@ class Mover:
     """Two threads, so that a prompt that waits for its blocks never waits behind stores."""
 
     def __init__(self) -> None:
-        self._stores = ThreadPoolExecutor(1, "cache-store")
-        self._loads = ThreadPoolExecutor(1, "cache-load")
-        self._ended: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[list[Transfer]] = queue.SimpleQueue()
+        self._stores = _Worker("cache-store", self._ended)
+        self._loads = _Worker("cache-load", self._ended)
         self.num_under_way = 0
         self.num_loading = 0
 
@@ -179,26 +193,20 @@ class Mover:
         """Moves ``transfer``'s bytes from or to ``data`` soon, in the order of submission."""
         self.num_under_way += 1
         self.num_loading += transfer.is_load
-        executor = self._loads if transfer.is_load else self._stores
-        executor.submit(self._run, transfer, data)
-
-    def _run(self, transfer: Transfer, data: memoryview) -> None:
-        transfer.run(data)
-        self._ended.put(transfer)
+        worker = self._loads if transfer.is_load else self._stores
+        worker.submit(lambda: transfer.run(data), transfer)
 
     def erase(self, storage: Storage, slot: int) -> None:
         """Erases soon: after all stores so far and before all later ones."""
-        self._stores.submit(_erase, storage, slot)
+        self._stores.submit(lambda: _erase(storage, slot), None)
 
     def poll(self, timeout: float | None = 0.0) -> list[Transfer]:
-        """What has ended; waits up to ``timeout`` seconds for one, with None as long as needed."""
+        """What has ended; waits up to ``timeout`` seconds for some, with None as long as needed."""
         ended: list[Transfer] = []
-        if not self.num_under_way:
-            return ended
         try:
-            ended.append(self._ended.get(timeout != 0, timeout))
-            while True:
-                ended.append(self._ended.get_nowait())
+            while len(ended) < self.num_under_way:
+                wait = not ended and timeout != 0
+                ended += self._ended.get(wait, timeout)
         except queue.Empty:
             pass
         self.num_under_way -= len(ended)
@@ -207,8 +215,50 @@ class Mover:
 
     def close(self) -> None:
         """Waits for what is under way and ends the threads."""
-        self._stores.shutdown(cancel_futures=True)
-        self._loads.shutdown(cancel_futures=True)
+        self._stores.close()
+        self._loads.close()
+
+
+class _Worker:
+    """A thread that does what has piled up and then tells all of it at once: on a busy machine each
+    change from one thread to another can take milliseconds."""
+
+    def __init__(self, name: str, ended: queue.SimpleQueue[list[Transfer]]) -> None:
+        self._name = name
+        self._ended = ended
+        self._todo: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None], transfer: Transfer | None) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._todo.put((work, transfer))
+
+    def _run(self) -> None:
+        while self._work_off():
+            pass
+
+    def _work_off(self) -> bool:
+        """Waits for jobs and does them. It returns each time, so as to hold on to none of them."""
+        job = self._todo.get()
+        done: list[Transfer] = []
+        while job is not None and len(done) < _MAX_BATCH:
+            work, transfer = job
+            work()
+            if transfer is not None:
+                done.append(transfer)
+            if self._todo.empty():
+                break
+            job = self._todo.get()
+        if done:
+            self._ended.put(done)
+        return job is not None
+
+    def close(self) -> None:
+        self._todo.put(None)
+        if self._thread is not None:
+            self._thread.join()
 
 
 def _erase(storage: Storage, slot: int) -> None:
