@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from anaphora.server.envelope import unsupported
+
+# A client may only put itself behind the others: "flex" and "batch" do. "priority" and "scale" are
+# for sale elsewhere; what goes before others here is the operator's to say, so they mean "default".
+ServiceTier = Literal["auto", "default", "standard_only", "priority", "scale", "flex", "batch"]
+BATCH_TIERS: tuple[ServiceTier, ...] = ("flex", "batch")
 
 # Field → the values that ask for nothing. Any other value would change the answer's meaning.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -70,7 +75,6 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
     "safety_identifier": "as user",
     "metadata": "labels for OpenAI's dashboard",
     "store": "false, which is what always holds",
-    "service_tier": "there is one tier",
     "parallel_tool_calls": "has no meaning without tools",
     "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
     "reasoning_effort": "the models served have one effort",

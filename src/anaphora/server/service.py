@@ -17,13 +17,12 @@ from anaphora.server.schemas import (
     B,
     ChatMessage,
     Prompt,
-    SamplingBody,
     TemplateBody,
     check_token_id,
 )
 from anaphora.server.served import ServedLLM
 from anaphora.server.transport import BodyReader
-from anaphora.types import SamplingParams, are_token_ids
+from anaphora.types import CacheScope, SamplingParams, Workload, are_token_ids
 
 MAX_CHOICES_PER_REQUEST = 2048  # prompts times n
 # Encoding more characters on the event loop would hold up everybody's streams.
@@ -134,9 +133,9 @@ class Service:
         self,
         request: Request,
         prompts: Sequence[Sequence[int]],
-        body: SamplingBody,
         params: SamplingParams,
-        *,
+        scope: CacheScope,
+        workload: Workload,
         field: str,
     ) -> Generation:
         """Check ``prompts`` and make them ready to run; ``field`` names where they came from."""
@@ -151,7 +150,8 @@ class Service:
             self.llm,
             prompts,
             params,
-            scope=body.scope(request.state.tenant),
+            scope=scope,
+            workload=workload,
             request_id=request.state.request_id,
             metrics=self.metrics,
             field=field,
