@@ -207,7 +207,9 @@ def test_no_field_is_in_two_tables() -> None:
     assert set(CompletionRequest.model_fields) & set(UNSUPPORTED) == shared
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/cache/pins", "/cache/purge"]
+)
 @pytest.mark.parametrize(
     "content",
     [
