@@ -136,7 +136,7 @@ LockMemory = Annotated[
 ]
 DiskCache = Annotated[
     str | None,
-    option("Directory for blocks on disk, always encrypted. [dim](none)[/dim]", _TIERS,
+    option("Existing directory for blocks on disk, always encrypted. [dim](none)[/dim]", _TIERS,
            metavar="DIR"),
 ]  # fmt: skip
 DiskCacheSize = Annotated[
