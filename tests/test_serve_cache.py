@@ -170,6 +170,9 @@ def test_a_public_prefix_is_shared_and_nothing_after_it(server):
     ask(server, ADA, "/cache/purge", body)
     kept = told(chat(server, BEN, PUBLIC, "What is the secret of the house? " * 4))
     assert kept["missed_tokens"] <= 16
+    everyone = {"scope": "tenant", "tenant": "*"}
+    check_error(ask(server, ADA, "/cache/purge", everyone), 403)
+    assert ask(server, ROOT, "/cache/purge", everyone).json()["purged"]["device"]["blocks"] > 0
 
 
 def test_all_tiers_and_the_first_tenant_are_in_the_metrics(server):

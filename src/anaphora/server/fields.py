@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from anaphora.server.envelope import unsupported
 
-# A client may only put itself behind the others: "flex" and "batch" do. "priority" and "scale" are
-# for sale elsewhere; what goes before others here is the operator's to say, so they mean "default".
+# A client may only lower itself: "flex" and "batch" do. "priority" and "scale" are for sale
+# elsewhere; here they mean "default".
 ServiceTier = Literal["auto", "default", "standard_only", "priority", "scale", "flex", "batch"]
 BATCH_TIERS: tuple[ServiceTier, ...] = ("flex", "batch")
 
@@ -79,7 +79,7 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
     "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
     "reasoning_effort": "the models served have one effort",
     "verbosity": "the models served have one verbosity",
-    "prompt_cache_retention": "an upper bound; cached blocks live in memory only and not for long",
+    "prompt_cache_retention": "how long a prefix may be kept elsewhere; here the operator's options say",
     "prompt_cache_options": "implicit mode, which is what always holds",
     "messages[].content[].cache_control": "prefixes are found without marks",
     "messages[].content[].prompt_cache_breakpoint": "prefixes are found without marks",
