@@ -79,7 +79,7 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
     "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
     "reasoning_effort": "the models served have one effort",
     "verbosity": "the models served have one verbosity",
-    "prompt_cache_retention": "how long a prefix may be kept elsewhere; here the operator's options say",
+    "prompt_cache_retention": "how long others may keep a prefix; here the operator decides",
     "prompt_cache_options": "implicit mode, which is what always holds",
     "messages[].content[].cache_control": "prefixes are found without marks",
     "messages[].content[].prompt_cache_breakpoint": "prefixes are found without marks",
