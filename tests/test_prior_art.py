@@ -149,7 +149,7 @@ class TestHitRate:
             everything = [*tokens, *driver.tokens(request_id), 5]
             probe = driver.add(everything, max_tokens=1)
             [seq] = driver.engine.scheduler.waiting
-            for index in range(driver.engine.cache.match(seq).num_blocks):
+            for index in range(len(driver.engine.cache.match(seq).found)):
                 reachable.add(tuple(everything[: 16 * (index + 1)]))
             driver.engine.abort(probe)
         stats = driver.engine.stats()

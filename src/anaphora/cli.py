@@ -9,6 +9,7 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -200,6 +201,78 @@ def bench(
         report = asyncio.run(run(options))
     report.show(Console())
     typer.echo(report.to_json())
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="A file, a directory or a .tar.xz; or gsp, prefix-repetition or llm-d, which are "
+            "generated.",
+        ),
+    ],
+    policy: Annotated[str, option("Which block goes first: reuse or lru.", "Cache")] = "reuse",
+    capacity: Annotated[
+        list[str] | None,
+        option(
+            "Blocks, or a share of the trace's different blocks; repeat for several. "
+            "[dim](1% 2% 5% 10% 20%)[/dim]",
+            "Cache",
+            metavar="BLOCKS|SHARE%",
+        ),
+    ] = None,
+    ttl: Annotated[
+        float | None,
+        option(
+            "Also replay with no limit but so many seconds to live since the latest use.", "Cache"
+        ),
+    ] = None,
+    format_: Annotated[
+        str | None,
+        option(
+            "mooncake, kv-cache-tester, lmcache, tau-bench or openai. [dim](look at it)[/dim]",
+            "Trace",
+            "--format",
+        ),
+    ] = None,
+    sessions: Annotated[
+        str,
+        option("Only files with names like this, of many: '*0.json', 'miniswe/*'.", "Trace"),
+    ] = "*",
+    in_flight: Annotated[
+        int, option("Conversations of tau-bench that go on at a time.", "Trace")
+    ] = 16,
+    model: Annotated[str, option("Whose tokenizer reads a log of requests.", "Trace")] = (
+        _DEFAULTS.model
+    ),
+    plot: Annotated[
+        Path | None, option("Write the picture to this file, as .svg and as .png.", "Trace")
+    ] = None,
+) -> None:
+    """Replay a trace of requests through the cache, without a model.
+
+    Shows the hit rate beside that of LRU and that of the best possible choice. The table comes
+    first; the last line of output is one JSON document.
+    """
+    from anaphora.bench.simulate import SimulateOptions, run
+    from anaphora.bench.traces import ReadOptions
+
+    options = SimulateOptions(
+        trace=trace,
+        policy=policy,
+        ttl=ttl,
+        plot=plot,
+        model=model,
+        reading=ReadOptions(format=format_, sessions=sessions, in_flight=in_flight),
+        **({"capacities": tuple(capacity)} if capacity else {}),
+    )
+    simulation = run(options)
+    simulation.show(Console())
+    if plot is not None:
+        simulation.plot(plot)
+    typer.echo(simulation.to_json())
 
 
 @app.command()

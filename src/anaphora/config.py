@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from anaphora.errors import ConfigError
 
 Dtype = Literal["int8", "float32"]
-EvictionPolicyName = Literal["lru"]
+EvictionPolicyName = Literal["reuse", "lru"]
 KVCacheDtype = Literal["auto", "int16", "float16", "bfloat16", "float32"]
 
 DEFAULT_MODEL = "smollm2"
@@ -70,7 +70,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes; None: what gpu_memory_utilization leaves
     gpu_memory_utilization: float = 0.5
     enable_prefix_caching: bool = True
-    eviction_policy: EvictionPolicyName = "lru"
+    eviction_policy: EvictionPolicyName = "reuse"
     swap_space: int = 0  # bytes of host memory below the K/V store
     disk_cache: str | None = None  # directory of the disk tier, if there is to be one
     disk_cache_size: int | None = None  # bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import random
 import signal
@@ -266,6 +267,7 @@ def test_what_is_not_our_file_is_left_alone(tmp_path, kind, monkeypatch):
         path.write_text("precious")
         owner = os.geteuid() + 1
         monkeypatch.setattr(os, "geteuid", lambda: owner)
+    gc.collect()  # else what other tests left behind may be closed in between
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=f"{FILE_NAME} is a link, no regular file, or another"):
         persistent(tmp_path)

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from anaphora.cache.eviction import POLICIES, LeastExpectedReuse
 from anaphora.cache.hashing import BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
@@ -57,6 +58,7 @@ class LateMover(Mover):
 
     def poll(self, timeout=0.0):
         if timeout is None and not self.done:
+            assert self.waiting, "it would wait for ever"
             self.run_next(loads=False)
             self.run_next(loads=True)
         ended, self.done = self.done, []
@@ -96,7 +98,17 @@ def content(key):
 class Cache:
     """A manager with its tiers, and what an engine would do with it."""
 
-    def __init__(self, num_blocks, lower, *, shares=(), reserve=2, public=(), pin_quota=1.0):
+    def __init__(
+        self,
+        num_blocks,
+        lower,
+        *,
+        policy=LeastExpectedReuse,
+        shares=(),
+        reserve=2,
+        public=(),
+        pin_quota=1.0,
+    ):
         self.store = Store(num_blocks)
         self.mover = LateMover()
         names = ("host", "disk")
@@ -105,7 +117,13 @@ class Cache:
             for name, slots in zip(names, lower, strict=False)
         }
         self.hierarchy = Hierarchy(
-            num_blocks, self.store, self.storages, shares=shares, reserve=reserve, mover=self.mover
+            num_blocks,
+            self.store,
+            self.storages,
+            shares=shares,
+            new_policy=policy,
+            reserve=reserve,
+            mover=self.mover,
         )
         self.manager = CacheManager(
             self.hierarchy,
@@ -120,10 +138,11 @@ class Cache:
         cache = self.manager
         seq = Seq(cache, tokens, CacheScope(tenant, salt), workload)
         match = cache.match(seq)
-        if cache.find_awaited(seq, match.num_blocks) or not cache.can_start(match, len(tokens)):
+        if cache.find_awaited(seq, len(match.found)) or not cache.can_start(match, len(tokens)):
             return None
         cache.start(seq, match)
-        if not match.below:
+        seq.is_ready = not match.below
+        if seq.is_ready:
             assert cache.allocate(seq, seq.num_computed_tokens + 1)
         return seq
 
@@ -155,10 +174,17 @@ class Cache:
         self.settle()
         return report
 
+    def poll(self):
+        for seq in self.manager.poll():
+            assert seq.admission.num_loading == 0
+            assert not seq.is_ready
+            seq.is_ready = True
+        self.manager.prepare()
+
     def settle(self):
         """All transfers end, also those that others cause."""
         while True:
-            self.manager.poll()
+            self.poll()
             if not self.mover.waiting and not self.mover.done:
                 break
             self.mover.run_all()
@@ -187,8 +213,9 @@ class CacheMachine(RuleBasedStateMachine):
         has_shares=st.booleans(),
         has_public=st.booleans(),
         reserve=st.integers(0, 4),
+        policy=st.sampled_from(list(POLICIES.values())),
     )
-    def create(self, num_blocks, lower, has_shares, has_public, reserve):
+    def create(self, num_blocks, lower, has_shares, has_public, reserve, policy):
         shares = (Share("class:batch", 0, 0.3), Share("tenant:alice", 0.3, 0.8))
         self.cache = Cache(
             num_blocks,
@@ -196,6 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
             shares=shares if has_shares else (),
             public=[[1, 1, 1, 2]] if has_public else (),
             reserve=reserve,
+            policy=policy,
         )
         self.manager = self.cache.manager
         self.running = []
@@ -217,11 +245,12 @@ class CacheMachine(RuleBasedStateMachine):
         seq = self.cache.start(tokens, tenant=tenant)
         if seq is not None:
             self.cache.settle()
+            assert seq.is_ready
             self.cache.compute(seq)
             self.manager.free(seq)
 
     def ready(self):
-        return [seq for seq in self.running if not seq.admission.num_loading]
+        return [seq for seq in self.running if seq.is_ready]
 
     @precondition(lambda self: self.ready())
     @rule(data=st.data(), num_tokens=st.integers(1, 5), new=st.integers(1, 2))
@@ -259,8 +288,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self):
-        for seq in self.manager.poll():
-            assert seq.admission.num_loading == 0
+        self.cache.poll()
 
     @rule(
         tenant=st.sampled_from([None, *TENANTS]),

@@ -56,6 +56,8 @@ class Driver:
         """Steps until nothing is left to do."""
         while self.engine.has_work:
             self.step()
+        while self.engine.cache.hierarchy.num_under_way:
+            self.engine.cache.poll(1.0)
         assert self.engine.cache.pool.num_free == len(self.engine.cache.pool.blocks)
         assert not self.engine.cache._computing
 
@@ -77,6 +79,15 @@ class Driver:
     def forget(self) -> None:
         """Empties the cache."""
         self.engine.cache.hierarchy.purge(lambda _: True)
+
+
+class PatientDriver(Driver):
+    """Lets every transfer end before the next step: these steps are quicker than a disk."""
+
+    def step(self):
+        super().step()
+        while self.engine.cache.hierarchy.num_under_way:
+            self.engine.cache.hierarchy.poll(1.0)
 
 
 def assert_bit_equal(found: np.ndarray, expected: np.ndarray) -> None:

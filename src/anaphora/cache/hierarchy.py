@@ -86,6 +86,11 @@ class Hierarchy:
         """Blocks that are being moved."""
         return self._mover.num_under_way
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether blocks are on their way down."""
+        return any(tier.num_pending for tier in self.lower)
+
     def find_below(self, key: BlockKey) -> tuple[LowerTier, Block] | None:
         """The highest lower tier that has the block."""
         for tier in self.lower:
@@ -147,14 +152,16 @@ class Hierarchy:
 
     def prepare(self) -> None:
         """Starts to copy down what is going to be evicted, the lowest tier first."""
-        for index in reversed(range(len(self.lower))):
-            upper, lower = self.tiers[index], self.lower[index]
-            missing = min(self._reserve, len(upper.pool.blocks) // 4) - upper.pool.num_ready
-            while missing > lower.num_pending < _MAX_PENDING_STORES:
+        room_below = None  # on its way: what the tier below copies down itself
+        for upper, lower in reversed(list(zip(self.tiers, self.lower, strict=False))):
+            wanted = min(self._reserve, len(upper.pool.blocks) // 4)
+            while wanted - upper.pool.num_ready > lower.num_pending < _MAX_PENDING_STORES:
                 victim = upper.pool.peek_victim()
-                if victim is None or not self._send_down(upper, victim, lower):
+                if victim is None or (room_below and not lower.pool.num_ready):
+                    break  # what would make room now would be lost
+                if not self._send_down(upper, victim, lower):
                     break
-                missing = min(self._reserve, len(upper.pool.blocks) // 4) - upper.pool.num_ready
+            room_below = lower.num_pending
 
     def _send_down(self, upper: Tier, block: Block, lower: LowerTier) -> bool:
         assert block.key is not None
@@ -273,6 +280,15 @@ class Hierarchy:
             assert block.key is not None
             self.history.record(block.key.block_hash, reason, other.name)
             other.pool.forget(block)
+
+    def drop(self, key: BlockKey) -> None:
+        """Forgets a block in all tiers because its bytes are wrong, and all that comes after."""
+        for tier in self.tiers:
+            block = tier.pool.find(key)
+            if block is not None:
+                block.must_erase = True
+                tier.pool.forget(block)
+        self._lose(key.block_hash, "damaged", self.device)
 
     def descendants(self, block_hash: BlockHash) -> list[tuple[Tier, Block]]:
         """All copies of all blocks that come after this one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import collections
 import dataclasses
 import functools
 import time
@@ -13,7 +14,7 @@ from typing import Protocol
 from anaphora.cache.hashing import BlockHash, BlockHasher, BlockKey, encode_tokens
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.pins import Pins
-from anaphora.cache.pool import Block, BlockPool
+from anaphora.cache.pool import Block, BlockPool, BlockRecord
 from anaphora.cache.shares import Owner
 from anaphora.cache.tiers import Estimate, LowerTier, Transfer
 from anaphora.errors import InvalidRequest
@@ -25,6 +26,7 @@ PUBLIC_TENANT = "*"  # whose blocks all tenants share; no key can have this name
 _KEYS_BETWEEN_YIELDS = 64
 _TOKEN_BYTES = 4
 _MAX_COMPARED = 64  # prompts that one is compared with, to say where it differs
+_MIN_LOADS = 4  # at once, also if they push out blocks that were not copied down yet
 _MAX_REMEMBERED = 4096  # beginnings of prompts, to tell other scopes apart
 
 
@@ -34,6 +36,7 @@ class Admission:
 
     num_found: int  # blocks in tier 1
     num_declined: int  # blocks that a lower tier had, but computing was cheaper
+    to_load: collections.deque[tuple[LowerTier, Block, BlockRecord]]  # held; the next ones
     num_loading: int = 0  # blocks on their way from lower tiers
     num_loaded: Counter[str] = dataclasses.field(default_factory=Counter)  # by tier
 
@@ -74,11 +77,6 @@ class Match:
     found: list[Block]  # in tier 1
     below: list[tuple[LowerTier, Block]]  # right after them, worth fetching
     declined: list[tuple[LowerTier, Block]]  # right after these, but computing is cheaper
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that need no computation."""
-        return len(self.found) + len(self.below)
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,6 +121,7 @@ class CacheManager:
         self._public_prefixes = [list(prefix) for prefix in public_prefixes]
         # Blocks that a sequence is about to compute or load: others wait for them (single flight).
         self._computing: dict[BlockHash, Cacheable] = {}
+        self._unfinished: list[tuple[Cacheable, Admission]] = []  # some loads have not begun yet
         self._loaded: list[Cacheable] = []  # all that they waited for has ended
         # (tenant, first block's tokens) → roots under which this beginning was asked for
         self._beginnings: OrderedDict[tuple[str, bytes], dict[BlockHash, str]] = OrderedDict()
@@ -175,13 +174,13 @@ class CacheManager:
         )
         return Match(found, below[:num_worth], below[num_worth:])
 
-    def find_awaited(self, seq: Cacheable, num_matched: int) -> BlockHash | None:
-        """The last block of the run after the matched ones that others are about to compute.
+    def find_awaited(self, seq: Cacheable, num_found: int) -> BlockHash | None:
+        """The last block of the run after those in tier 1 that others are about to bring there.
 
-        None if nobody computes the next block: then ``seq`` has to do it itself.
+        None if nobody computes or loads the next block: then ``seq`` has to do it itself.
         """
         awaited = None
-        for index in range(num_matched, self._num_matchable(seq)):
+        for index in range(num_found, self._num_matchable(seq)):
             block_hash = self._key(seq, index).block_hash
             if block_hash not in self._computing:
                 break
@@ -205,11 +204,14 @@ class CacheManager:
     def start(self, seq: Cacheable, match: Match) -> None:
         """Gives what ``match`` found just now to ``seq`` and announces what it computes.
 
-        If blocks have to be loaded, ``seq.admission.num_loading`` says how many are on their way;
-        ``poll`` gives ``seq`` when all have ended, and only then it may run.
+        If ``match.below`` has any, they are on their way; ``poll`` gives ``seq`` when all have come
+        that will, and only then it may run.
         """
         assert not seq.block_table
-        seq.admission = Admission(len(match.found), len(match.declined))
+        to_load = collections.deque((tier, slot, slot.record) for tier, slot in match.below)
+        seq.admission = Admission(len(match.found), len(match.declined), to_load)
+        for tier, slot in match.below:  # before anything is taken, which may push others out
+            tier.pool.hold(slot)
         for block in match.found:
             self.pool.hold(block)
             self.pool.hit(block, seq.owner)
@@ -217,16 +219,30 @@ class CacheManager:
         self._set_found(seq, len(match.found))
         for index in range(len(match.found), self._num_matchable(seq)):
             self._computing.setdefault(self._key(seq, index).block_hash, seq)
-        end = functools.partial(self._end_load, seq, seq.admission)
-        records = [slot.record for _, slot in match.below]
-        for tier, slot in match.below:  # first, because what is taken may push others out
-            tier.pool.hold(slot)
-        for (tier, slot), record in zip(match.below, records, strict=True):
+        self.hierarchy.decline(match.declined)
+        if to_load:
+            self._load_more(seq, seq.admission)
+
+    def _load_more(self, seq: Cacheable, admission: Admission) -> None:
+        """Fetches as many blocks as there is room prepared for; the others when these are here.
+
+        So what they push out of tier 1 has the time to go down.
+        """
+        num_ready = self.pool.num_ready
+        if num_ready < _MIN_LOADS and self.hierarchy.is_storing:
+            self._unfinished.append((seq, admission))  # room is being made
+            return
+        num_blocks = min(len(admission.to_load), max(_MIN_LOADS, num_ready), self.pool.num_free)
+        end = functools.partial(self._end_load, seq, admission)
+        for _ in range(num_blocks):
+            tier, slot, record = admission.to_load.popleft()
             block = self.pool.take(seq.owner)
             seq.block_table.append(block.block_id)
-            seq.admission.num_loading += 1
+            admission.num_loading += 1
             self.hierarchy.load(tier, slot, record, block, end)
-        self.hierarchy.decline(match.declined)
+        if num_blocks == 0:  # the others took all
+            self._load_no_more(admission)
+            self._loaded.append(seq)
 
     def _set_found(self, seq: Cacheable, num_blocks: int) -> None:
         seq.num_found_tokens = num_blocks * self.block_size
@@ -242,7 +258,7 @@ class CacheManager:
             and (
                 is_next and self._is_findable_before(seq, depth)
                 if is_waiting  # otherwise it is going to write to this block
-                else depth == 0 or self.pool.is_findable(key.parent)
+                else depth == 0 or self.pool.is_staying(key.parent)
             )
             and self.pool.publish(transfer.block, key, depth, owner)
             and is_waiting
@@ -251,17 +267,38 @@ class CacheManager:
             admission.num_loaded[transfer.lower.name] += 1
             self._retract(seq, key)
         admission.num_loading -= 1
-        if is_waiting and admission.num_loading == 0:
+        if not is_waiting or admission.num_loading:
+            return
+        is_whole = seq.num_found_tokens == len(seq.block_table) * self.block_size
+        if admission.to_load and is_whole:  # else one was lost, and the others are of no use
+            self._unfinished.append((seq, admission))
+        else:
+            self._load_no_more(admission)
             self._loaded.append(seq)
+
+    def _load_no_more(self, admission: Admission) -> None:
+        for tier, slot, _ in admission.to_load:
+            tier.pool.release([slot])
+        admission.to_load.clear()
 
     def poll(self, timeout: float = 0.0) -> list[Cacheable]:
         """Takes note of what has been moved; the sequences for which all has come that will."""
         self.pins.expire()
         if self.hierarchy.lower:
             self.hierarchy.poll(timeout)
-            self.hierarchy.prepare()
+            unfinished, self._unfinished = self._unfinished, []
+            if unfinished:
+                self.hierarchy.prepare()
+            for seq, admission in unfinished:
+                if seq.admission is admission:
+                    self._load_more(seq, admission)
         loaded, self._loaded = self._loaded, []
         return [seq for seq in loaded if seq.admission is not None]
+
+    def prepare(self) -> None:
+        """Starts to copy down what the next step may push out of tier 1."""
+        if self.hierarchy.lower:
+            self.hierarchy.prepare()
 
     def report(self, seq: Cacheable) -> CacheReport:
         """Counts the first start of a request, and says what was found for it and what not."""
@@ -378,7 +415,9 @@ class CacheManager:
         self.pool.release([self.pool.blocks[block_id] for block_id in seq.block_table])
         del seq.block_table[:]
         seq.num_computed_tokens = seq.num_found_tokens = 0
-        seq.admission = None
+        if seq.admission is not None:
+            self._load_no_more(seq.admission)
+            seq.admission = None
         for key in seq.block_keys:  # followers take over what it did not finish
             self._retract(seq, key)
 
@@ -479,7 +518,7 @@ class CacheManager:
         self.hierarchy.check()
         for block_hash, seq in self._computing.items():
             assert any(key.block_hash == block_hash for key in seq.block_keys)
-            assert seq.block_table, "a sequence without blocks is announced as computing"
+            assert seq.admission is not None, "a sequence without blocks is announced as computing"
 
 
 def _num_equal(mine: Sequence[int], theirs: Sequence[int]) -> int:

@@ -123,6 +123,11 @@ class BlockPool:
         """Whether a block has been published under this hash."""
         return block_hash in self._findable
 
+    def is_staying(self, block_hash: BlockHash) -> bool:
+        """Whether it is findable and not about to be given up."""
+        block = self._findable.get(block_hash)
+        return block is not None and not block.is_leaving
+
     def children(self, parent: BlockHash) -> Iterable[Block]:
         """Findable blocks that come right after ``parent``, which need not be here."""
         return self._children.get(parent, {}).values()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from anaphora.cache.disk import DiskStorage
 from anaphora.cache.disk_key import hash_secret, read_key_file
+from anaphora.cache.eviction import POLICIES
 from anaphora.cache.hashing import HASH_BYTES, BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
@@ -18,6 +19,7 @@ from anaphora.cache.shares import Owner, parse_shares
 from anaphora.cache.tiers import LowerTier, Tier
 from anaphora.config import EngineConfig
 from anaphora.engine import sampler
+from anaphora.engine.audit import Auditor
 from anaphora.engine.memory import create_storages, plan_max_model_len, plan_num_blocks
 from anaphora.engine.runner import ModelRunner
 from anaphora.engine.scheduler import Scheduler
@@ -137,6 +139,7 @@ class Engine:
                 store,
                 storages,
                 shares=parse_shares(config.cache_share),
+                new_policy=POLICIES[config.eviction_policy],
                 reserve=-(-config.max_num_batched_tokens // config.block_size)
                 + config.max_num_seqs,
             ),
@@ -153,6 +156,12 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self.auditor = Auditor(
+            self.cache, self.runner, config.audit_hits, config.max_num_batched_tokens
+        )
+        if config.audit_hits:
+            self.scheduler.on_start = self.auditor.sample
+            self.scheduler.reclaim = self.auditor.cancel
         self._eos_token_ids = frozenset(model.config.eos_token_ids)
         self._requests: dict[str, list[Sequence]] = {}
         self._hashing = futures.ThreadPoolExecutor(1, "hashing")
@@ -217,7 +226,10 @@ class Engine:
             self._enqueue_hashed()
         chunks = self.scheduler.schedule()
         if not chunks:
-            self.scheduler.run_loaded(_LOAD_WAIT_SECONDS)
+            if self.auditor.has_work and not self.has_work:
+                self.auditor.step()
+            else:
+                self.scheduler.run_loaded(_LOAD_WAIT_SECONDS)
             return []
         start = time.perf_counter()
         sampled = [chunk.seq for chunk in chunks if chunk.is_last]
@@ -278,13 +290,14 @@ class Engine:
 
     @property
     def has_spare_work(self) -> bool:
-        """Whether an idle engine should go on stepping: blocks are on their way down."""
-        return self.cache.hierarchy.num_under_way > 0
+        """Whether an idle engine should go on stepping: an audit, or blocks on their way down."""
+        return self.auditor.has_work or self.cache.hierarchy.num_under_way > 0
 
     def command(self, command: CacheCommand) -> CacheAnswer:
         """Purges or pins. Raises ``RequestError``."""
         cache = self.cache
         if isinstance(command, PurgeCache):
+            self.auditor.cancel()  # it would go on to compute what is being purged
             prefix = None if command.prefix is None else (command.scope, command.prefix)
             purged = cache.purge(tenant=command.tenant, adapter=command.adapter, prefix=prefix)
             return CacheAnswer(purged=purged)
@@ -320,6 +333,9 @@ class Engine:
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
             num_pinned_blocks=self.cache.pins.num_pinned_blocks,
+            num_audited_blocks=self.auditor.num_blocks,
+            num_audits_skipped=self.auditor.num_skipped,
+            num_audit_mismatches=self.auditor.num_mismatches,
             prefill_seconds_saved=cache.seconds_saved,
             tiers={tier.name: self._count(tier) for tier in self.cache.hierarchy.tiers},
             workload_queries={**cache.queries_of},

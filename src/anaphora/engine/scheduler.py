@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 from anaphora.cache.manager import CacheManager, Match
 from anaphora.engine.sequence import Sequence, SequenceStatus
-from anaphora.types import FinishReason
+from anaphora.types import WORKLOADS, FinishReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Chunk:
 
 
 class Scheduler:
-    """Owns the queues. ``waiting`` is first come, first served; ``running`` is in start order.
+    """Owns the queues. ``waiting`` is first come, first served within a kind of work, and the more
+    urgent kinds come first; ``running`` is in start order.
 
     Between the two, those of ``loading`` have their blocks and wait until the bytes are there.
     """
@@ -39,6 +41,9 @@ class Scheduler:
         self.loading: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        # Called with a sequence at its first start, and for blocks that were only lent.
+        self.on_start: Callable[[Sequence], None] | None = None
+        self.reclaim: Callable[[], bool] | None = None
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
@@ -52,6 +57,7 @@ class Scheduler:
         budget = self._schedule_running(chunks)
         if self.num_preemptions == preemptions_before:  # else the victim would come straight back
             self._schedule_waiting(budget, chunks)
+        self.cache.prepare()
         return chunks
 
     def run_loaded(self, timeout: float = 0.0) -> None:
@@ -62,9 +68,12 @@ class Scheduler:
             self._run(seq)
 
     def _schedule_running(self, chunks: list[Chunk]) -> int:
-        """Decodes before prefills in progress, both in start order; the budget that is left."""
+        """Decodes before prefills in progress, these by kind of work, and in start order.
+
+        Returns the budget that is left.
+        """
         budget = self.max_num_batched_tokens
-        by_kind = sorted(self.running, key=lambda seq: _num_uncomputed(seq) > 1)  # stable
+        by_kind = sorted(self.running, key=_urgency)  # stable
         for seq in by_kind:
             if budget == 0:
                 break
@@ -79,7 +88,9 @@ class Scheduler:
     def _allocate(self, seq: Sequence, num_tokens: int, chunks: list[Chunk]) -> bool:
         """Blocks for ``seq``, taken from the last started ones if need be; it may be itself."""
         while not self.cache.allocate(seq, num_tokens):
-            victim = self.running[-1]
+            if self.reclaim is not None and self.reclaim():
+                continue
+            victim = max(reversed(self.running), key=_rank)  # of the least urgent the latest
             self._preempt(victim)
             chunks[:] = [chunk for chunk in chunks if chunk.seq is not victim]
             if victim is seq:
@@ -98,7 +109,7 @@ class Scheduler:
     def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> None:
         """Starts sequences in turn, except those whose next blocks another one is computing."""
         num_matched_against = 0
-        for seq in list(self.waiting):
+        for seq in sorted(self.waiting, key=_rank):  # stable
             if budget == 0 or len(self.running) + len(self.loading) == self.max_num_seqs:
                 break
             if self.cache.is_being_computed(seq.awaited_hash):
@@ -107,10 +118,12 @@ class Scheduler:
                 break  # matching costs time; thousands of followers take several steps
             num_matched_against += 1
             match = self.cache.match(seq)
-            seq.awaited_hash = self.cache.find_awaited(seq, match.num_blocks)
+            seq.awaited_hash = self.cache.find_awaited(seq, len(match.found))
             if seq.awaited_hash is not None:
                 continue
             if not self.cache.can_start(match, len(seq.token_ids)):
+                if self.reclaim is not None and self.reclaim():
+                    continue  # the next step starts it
                 break  # strictly in turn, so that nobody starves
             if self._start(seq, match):
                 num_tokens = min(_num_uncomputed(seq), budget)
@@ -137,6 +150,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             if seq.index == 0:  # a request's other choices share the prompt, which counts once
                 seq.cache_report = self.cache.report(seq)
+                if self.on_start is not None:
+                    self.on_start(seq)
 
     def complete(self, chunk: Chunk) -> None:
         """Notes that a chunk has been computed and publishes the blocks it filled."""
@@ -170,10 +185,21 @@ class Scheduler:
         started = self.running + self.loading
         held = Counter(block_id for seq in started for block_id in seq.block_table)
         for block in self.cache.pool.blocks:
-            is_moving = block.is_leaving or bool(self.cache.hierarchy.num_under_way)
-            assert block.ref_count == held[block.block_id] or is_moving
+            is_lent = bool(self.cache.hierarchy.num_under_way) or self.reclaim is not None
+            assert block.ref_count >= held[block.block_id]
+            assert block.ref_count == held[block.block_id] or is_lent
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         assert not any(seq.block_table for seq in self.waiting)
+
+
+def _rank(seq: Sequence) -> int:
+    """0 for the most urgent kind of work."""
+    return WORKLOADS.index(seq.owner.workload)
+
+
+def _urgency(seq: Sequence) -> tuple[bool, int]:
+    is_prefill = _num_uncomputed(seq) > 1
+    return is_prefill, _rank(seq) if is_prefill else 0
 
 
 def _num_uncomputed(seq: Sequence) -> int:
