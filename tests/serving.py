@@ -30,7 +30,8 @@ _URL = re.compile(r"(http://\S+)/v1\b")
 
 def environment(temporary: str, changes: Mapping[str, str]) -> dict[str, str]:
     """Ours without keys, wide enough that no line is folded, temporary files in ``temporary``."""
-    kept = {name: value for name, value in os.environ.items() if name != "ANAPHORA_API_KEY"}
+    keys = ("ANAPHORA_API_KEY", "ANAPHORA_ADMIN_KEY")
+    kept = {name: value for name, value in os.environ.items() if name not in keys}
     return kept | {"COLUMNS": "250", "TMPDIR": temporary} | dict(changes)
 
 

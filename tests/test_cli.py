@@ -10,14 +10,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from anaphora import cli
+from anaphora import cli, cli_serve
 from anaphora.config import EngineConfig
 from anaphora.errors import CorruptCheckpoint
 from anaphora.fake import FakeLLM
 from anaphora.machine import usable_cores
 from anaphora.ops.native import kernel_name
+from anaphora.types import ModelInfo
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -25,7 +27,8 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command's exit status, stdout and stderr."""
-    monkeypatch.delenv(cli.API_KEY_VARIABLE, raising=False)
+    for name in (cli.API_KEY_VARIABLE, cli_serve.ADMIN_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -44,9 +47,11 @@ class ScriptedLLM(FakeLLM):
 
     created: list[ScriptedLLM]
     start_error: Exception | None = None
+    info_at_start: ModelInfo | None = None
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
+        self.info = self.info_at_start or self.info
         self.config = config
         self.model_name = config.model
         self.is_closed = False
@@ -73,8 +78,20 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedLLM]:
 def test_help_is_grouped_and_version_is_printed(run: Run) -> None:
     status, output, _ = run("serve", "--help")
     assert status == 0
-    for text in ("Model", "Server", "Cache", "Scheduling", "--no-enable-prefix-caching", "cgroup"):
+    panels = (
+        "Model",
+        "Server",
+        "Cache",
+        "Tiers below the cache",
+        "Sharing the cache",
+        "Scheduling",
+    )
+    for text in (*panels, "--no-enable-prefix-caching", "cgroup"):
         assert text in output
+    assert [output.index(f"─ {panel} ─") for panel in panels] == sorted(
+        output.index(f"─ {panel} ─") for panel in panels
+    )
+    assert "--no-lock-memory" not in output
     status, output, _ = run("--version")
     assert (status, output.split()[0]) == (0, "anaphora")
 
@@ -111,6 +128,18 @@ def test_every_option_of_the_engine_has_a_flag_with_its_default(run: Run) -> Non
         (["--block-size", "17"], ["--block-size is 17"]),
         (["--max-num-seqs", "0"], ["--max-num-seqs is 0", "at least 1"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization is 1.5"]),
+        (["--swap-space", "lots"], ["--swap-space", "'lots'", "2GiB"]),
+        (["--disk-cache", "d"], ["--disk-cache-size", "belong together"]),
+        (["--disk-cache", "d", "--disk-cache-size", "x"], ["--disk-cache-size", "'x'"]),
+        (["--disk-cache-persist"], ["--disk-cache-persist needs"]),
+        (["--disk-cache-key-file", "k"], ["without --disk-cache-persist"]),
+        (["--disk-cache-ttl", "0"], ["--disk-cache-ttl is 0.0"]),
+        (["--swap-space", "1", "--no-enable-prefix-caching"], ["leave one of them out"]),
+        (["--pin-quota", "2"], ["--pin-quota is 2.0"]),
+        (["--audit-hits", "-1"], ["--audit-hits is -1.0"]),
+        (["--public-prefix", "/nowhere/x"], ["--public-prefix /nowhere/x cannot be read"]),
+        (["--admin-key", ""], ["--admin-key is empty"]),
+        (["--admin-key", "k", "--api-key", "a=k"], ["--admin-key is also an --api-key"]),
     ],
 )
 def test_a_wrong_option_is_one_line_and_status_2(
@@ -124,7 +153,33 @@ def test_a_wrong_option_is_one_line_and_status_2(
     assert not llms
 
 
-@pytest.mark.parametrize("arguments", [["--dtype", "int4"], ["--port", "70000"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"\xff\xfe", "is not UTF-8"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_public_prefix_that_cannot_be_used_names_its_file(
+    run: Run, llms: list[ScriptedLLM], tmp_path: Any, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "prefix.txt"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    status, _, errors = run("serve", "--port", "0", "--public-prefix", str(path))
+    assert status == 2
+    assert f"--public-prefix {path} {words}" in errors
+    assert not llms
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--metrics-tenants", "-1"], ["--dtype", "int4"], ["--port", "70000"], ["--nonsense"]],
+)
 def test_what_the_parser_refuses_is_status_2(
     run: Run, llms: list[ScriptedLLM], arguments: list[str]
 ) -> None:
@@ -223,13 +278,59 @@ def test_serve_prints_what_it_serves_and_hands_options_on(
     assert llms[0].is_closed
 
 
-def test_an_empty_key_variable_does_not_open_the_server(
-    run: Run, llms: list[ScriptedLLM], monkeypatch: pytest.MonkeyPatch
+def test_serve_hands_the_caches_options_on(
+    run: Run, llms: list[ScriptedLLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setenv(cli.API_KEY_VARIABLE, "")
+    from anaphora.server import listen
+
+    answers: list[httpx.Response] = []
+    headers = {"authorization": "Bearer secret-admin"}
+    monkeypatch.setattr(listen, "build_server", lambda app: _Recorder(app, answers, headers))
+    monkeypatch.setenv(cli_serve.ADMIN_KEY_VARIABLE, "secret-admin")
+    (tmp_path / "one.txt").write_text("You are kind.\n")
+    (tmp_path / "two.txt").write_bytes(b"Lines\r\n\n")
+    tiers = {"device": 64 * 2**20, "host": 2**30, "disk": 5 * 10**9}
+    info = msgspec.structs.replace(
+        FakeLLM().info, kv_cache_bytes=64 * 2**20, num_blocks=64, tier_bytes=tiers
+    )
+    monkeypatch.setattr(ScriptedLLM, "info_at_start", info)
+    status, output, errors = run(
+        "serve", "--port", "0", "--api-key", "team=secret-1",
+        "--swap-space", "1", "--lock-memory",
+        "--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "5GB", "--disk-cache-persist",
+        "--disk-cache-key-file", "key", "--disk-cache-ttl", "60",
+        "--cache-share", "class:batch=0:10", "--cache-share", "tenant:team=20:60",
+        "--public-prefix", str(tmp_path / "one.txt"), "--public-prefix", str(tmp_path / "two.txt"),
+        "--pin-quota", "0.2", "--audit-hits", "0.01", "--eviction-policy", "lru",
+        "--kv-cache-memory", "65MiB",
+    )  # fmt: skip
+    assert (status, errors) == (0, "")
+    assert answers[0].status_code == 200
+    config = llms[0].config
+    assert (config.swap_space, config.disk_cache_size) == (2**30, 5 * 10**9)
+    assert (config.disk_cache, config.disk_cache_key_file) == (str(tmp_path / "disk"), "key")
+    assert config.disk_cache_persist
+    assert config.lock_memory
+    assert (config.disk_cache_ttl, config.pin_quota, config.audit_hits) == (60, 0.2, 0.01)
+    assert config.cache_share == ("class:batch=0:10", "tenant:team=20:60")
+    assert config.public_prefix == ("You are kind.", "Lines\r\n")
+    for text in (
+        "1,024 tokens in 64.0 MiB of 65.0 MiB", "locked", "16,384 tokens in 1.0 GiB of 1.0 GiB",
+        "host tier", "disk tier", "in 4.7 GiB of 4.7 GiB", "kept, used for 60 s",
+        "tenants: 1, and an admin",
+    ):  # fmt: skip
+        assert text in output, text
+    assert "secret" not in output
+
+
+@pytest.mark.parametrize("variable", [cli.API_KEY_VARIABLE, cli_serve.ADMIN_KEY_VARIABLE])
+def test_an_empty_key_variable_does_not_open_the_server(
+    run: Run, llms: list[ScriptedLLM], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "")
     status, _, errors = run("serve", "--port", "0")
     assert status == 2
-    assert "--api-key" in errors
+    assert ("--api-key" if variable == cli.API_KEY_VARIABLE else "--admin-key") in errors
     assert not llms
 
 
@@ -261,7 +362,7 @@ def test_sigterm_closes_the_model(llms: list[ScriptedLLM], run: Run, monkeypatch
 
 def test_requests_that_do_not_end_are_told(monkeypatch: Any) -> None:
     """After the grace period the model is closed, so that a stream ends with an error event."""
-    monkeypatch.setattr(cli, "_GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(cli_serve, "_GRACE_SECONDS", 0.01)
     closed: list[bool] = []
 
     class Model:
@@ -270,7 +371,7 @@ def test_requests_that_do_not_end_are_told(monkeypatch: Any) -> None:
 
     async def scenario() -> None:
         server: Any = SimpleNamespace(should_exit=False)
-        leaving = asyncio.create_task(cli._close_when_leaving(server, Model()))
+        leaving = asyncio.create_task(cli_serve._close_when_leaving(server, Model()))
         await asyncio.sleep(0.2)
         assert not closed
         server.should_exit = True

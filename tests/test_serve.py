@@ -468,6 +468,13 @@ class TestBadStarts:
     def test_options(self, tmp_path, smollm2_path, arguments, words):
         check_refusal(run_command(tmp_path, "serve", "--port", "0", *arguments), words)
 
+    def test_a_public_prefix_that_fills_no_block(self, tmp_path, smollm2_path):
+        (tmp_path / "short.txt").write_text("Be kind.\n")
+        done = run_command(
+            tmp_path, "serve", "--port", "0", "--public-prefix", "short.txt", "--block-size", "64"
+        )
+        check_refusal(done, ["--public-prefix number 1 has", "a block of 64", "leave it out"])
+
     def test_a_value_that_is_no_choice(self, tmp_path):
         done = run_command(tmp_path, "serve", "--port", "0", "--dtype", "int4")
         assert done.status == 2

@@ -109,7 +109,7 @@ class AsyncLLM:
         self._config = dataclasses.replace(config, model=str(resolved.path))
         self.model_name = resolved.name  # as the operator called it
         self._text = TextSide(resolved.path)
-        self._public_prefixes = self._text.encode_public(config.public_prefix)
+        self._public_prefixes = self._text.encode_public(config.public_prefix, config.block_size)
         self._child: _Child | None = None
         self._info: ModelInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

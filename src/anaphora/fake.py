@@ -1,7 +1,7 @@
 """A model that is not one: ``FakeLLM`` answers from a script, so tests need no weights.
 
-It keeps ``AsyncLLM``'s contract, from call-time checks to aborts and cached-token counts. A token
-is a byte; four more ids are control tokens. Nothing here is random.
+It keeps ``AsyncLLM``'s contract, from call-time checks to aborts, cached-token counts, purges and
+pins. A token is a byte; four more ids are control tokens. Nothing here is random.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 
 from anaphora.errors import EngineDied, EngineUnavailable, RequestError
+from anaphora.fake_cache import TIER, FakeCache
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.detokenizer import Detokenizer
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.text.vocabulary import TokenType, Vocabulary
 from anaphora.types import (
+    CacheAnswer,
+    CacheCommand,
+    CacheReport,
     CacheScope,
     CompletionDelta,
     EngineRequest,
@@ -26,7 +30,9 @@ from anaphora.types import (
     FinishReason,
     ModelInfo,
     SamplingParams,
+    TierCounters,
     TokenLogprob,
+    Workload,
 )
 
 _SPECIAL_TOKENS = ("<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|end_of_text|>")
@@ -85,8 +91,9 @@ class FakeLLM:
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         self._scripts: deque[_Script] = deque()
-        self._stats = EngineStats(num_total_blocks=self.info.num_blocks)
-        self._blocks: dict[CacheScope, set[int]] = {}
+        self._tier = TierCounters(num_blocks=self.info.num_blocks)
+        self._stats = EngineStats(num_total_blocks=self.info.num_blocks, tiers={TIER: self._tier})
+        self._cache = FakeCache(block_size, is_enabled=enable_prefix_caching)
         self._unavailable: EngineUnavailable | None = None
         self._num_deaths = 0
 
@@ -117,7 +124,7 @@ class FakeLLM:
         self._unavailable = None
         if self._num_deaths > self._stats.num_engine_restarts:
             self._stats.num_engine_restarts = self._num_deaths
-            self._blocks.clear()
+            self._cache.clear()
 
     @property
     def is_ready(self) -> bool:
@@ -126,7 +133,9 @@ class FakeLLM:
 
     def stats(self) -> EngineStats:
         """Counters as the engine keeps them."""
-        self._stats.num_cached_blocks = sum(map(len, self._blocks.values()))
+        num_cached = self._cache.num_blocks
+        self._stats.num_cached_blocks = self._tier.num_cached_blocks = num_cached
+        self._stats.num_pinned_blocks = self._cache.num_pinned_blocks
         return self._stats
 
     async def start(self) -> None:
@@ -142,6 +151,7 @@ class FakeLLM:
         params: SamplingParams,
         *,
         scope: CacheScope = CacheScope(),  # noqa: B008  frozen
+        workload: Workload = "interactive",
         request_id: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """As ``AsyncLLM.generate``: checks now, works when the generator is stepped."""
@@ -152,6 +162,7 @@ class FakeLLM:
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             scope=scope,
+            workload=workload,
         )
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         script = self._scripts.popleft() if self._scripts else _Script(answer=None)
@@ -165,8 +176,10 @@ class FakeLLM:
     ) -> AsyncGenerator[CompletionDelta, None]:
         num_deaths = self._num_deaths
         self._stats.num_running += 1
-        num_cached = self._lookup(request.scope, request.prompt_token_ids)
-        choices = [self._choice(i, request, script, num_cached) for i in range(request.params.n)]
+        report = self._cache.look_up(request.scope, request.prompt_token_ids)
+        self._count(request, report)
+        self._cache.remember(request.scope, request.prompt_token_ids)
+        choices = [self._choice(i, request, script, report) for i in range(request.params.n)]
         try:
             while running := [choice for choice in choices if not choice.finish_reason]:
                 for choice in running:
@@ -184,10 +197,10 @@ class FakeLLM:
         finally:
             self._stats.num_running -= 1
             for choice in choices:
-                self._remember(request.scope, (*request.prompt_token_ids, *choice.token_ids))
+                self._cache.remember(request.scope, (*request.prompt_token_ids, *choice.token_ids))
 
     def _choice(
-        self, index: int, request: EngineRequest, script: _Script, num_cached: int
+        self, index: int, request: EngineRequest, script: _Script, report: CacheReport
     ) -> _Choice:
         answer = script.answer
         if answer is None:
@@ -201,7 +214,7 @@ class FakeLLM:
                 request.params.max_tokens or self.info.max_model_len,
                 self.info.max_model_len - len(request.prompt_token_ids),
             ),
-            num_cached_tokens=num_cached,
+            cache_report=report,
         )
 
     def _echo(self, prompt: Sequence[int]) -> str:
@@ -211,32 +224,28 @@ class FakeLLM:
         said = turn.partition("<|im_end|>")[0] if is_chat else self.tokenizer.decode(prompt)
         return "You said: " + said[-_MAX_ECHO_CHARS:]
 
-    def _block_chain(self, ids: Sequence[int]) -> list[int]:
-        size = self.info.block_size
-        chain = [0]
-        for start in range(0, len(ids) - size + 1, size):
-            chain.append(hash((chain[-1], tuple(ids[start : start + size]))))
-        return chain[1:]
+    async def command(self, command: CacheCommand) -> CacheAnswer:
+        """As ``AsyncLLM.command``, but without a quota of pins."""
+        if self._unavailable is not None:
+            raise self._unavailable
+        return self._cache.command(command)
 
-    def _lookup(self, scope: CacheScope, prompt: Sequence[int]) -> int:
-        """How many leading tokens of ``prompt`` are known, in whole blocks and never all."""
-        if not self.info.enable_prefix_caching:
-            return 0
-        known = self._blocks.setdefault(scope, set())
-        num_hits = 0
-        for block in self._block_chain(prompt[:-1]):
-            if block not in known:
-                break
-            num_hits += self.info.block_size
-        self._stats.prefix_cache_queries += len(prompt)
-        self._stats.prefix_cache_hits += num_hits
-        self._stats.num_computed_tokens += len(prompt) - num_hits
-        self._remember(scope, prompt)
-        return num_hits
-
-    def _remember(self, scope: CacheScope, ids: Sequence[int]) -> None:
+    def _count(self, request: EngineRequest, report: CacheReport) -> None:
+        stats, num_hits = self._stats, report.hits[TIER]
+        num_prompt = num_hits + report.num_missed_tokens
+        stats.num_computed_tokens += report.num_missed_tokens
         if self.info.enable_prefix_caching:
-            self._blocks.setdefault(scope, set()).update(self._block_chain(ids))
+            stats.prefix_cache_queries += num_prompt
+            stats.prefix_cache_hits += num_hits
+            self._tier.hit_tokens += num_hits
+        for counts, name, num_tokens in (
+            (stats.workload_queries, request.workload, num_prompt),
+            (stats.workload_hits, request.workload, num_hits),
+            (stats.tenant_queries, request.scope.tenant, num_prompt),
+            (stats.tenant_hits, request.scope.tenant, num_hits),
+            (stats.missed_tokens, report.miss_reason or "", report.num_missed_tokens),
+        ):
+            counts[name] = counts.get(name, 0) + num_tokens
 
 
 class _Choice:
@@ -250,7 +259,7 @@ class _Choice:
         tokenizer: Tokenizer,
         params: SamplingParams,
         max_tokens: int,
-        num_cached_tokens: int,
+        cache_report: CacheReport,
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
@@ -266,7 +275,7 @@ class _Choice:
         )
         self._params = params
         self._max_tokens = max_tokens
-        self._num_cached_tokens = num_cached_tokens
+        self._cache_report = cache_report
 
     @property
     def is_exhausted(self) -> bool:
@@ -276,6 +285,7 @@ class _Choice:
     def step(self) -> CompletionDelta:
         """Produce the next token and what it adds to the text."""
         token_id = self._next_token()
+        is_first = self.index == 0 and not self.token_ids
         self.token_ids.append(token_id)
         text = self._detokenizer.add([token_id])
         self._check_finish(token_id)
@@ -285,7 +295,8 @@ class _Choice:
             index=self.index,
             text=text,
             token_ids=(token_id,),
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self._cache_report.hits[TIER],
+            cache_report=self._cache_report if is_first else None,
             logprobs=self._logprobs(token_id),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
@@ -337,7 +348,7 @@ def _fake_info(
         weight_bytes=0,
         step_weight_bytes=0,
         kv_cache_bytes=0,
-        tier_bytes={},
+        tier_bytes={TIER: 0},
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         enable_prefix_caching=enable_prefix_caching,

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from anaphora.config import DEFAULT_MODEL, EngineConfig
 from anaphora.engine.engine import Engine
-from anaphora.errors import EngineError, InvalidRequest
+from anaphora.errors import ConfigError, EngineError, InvalidRequest
 from anaphora.loaders.checkpoint import open_checkpoint
 from anaphora.loaders.sources import resolve
 from anaphora.text.chat import ChatTemplate
@@ -87,18 +87,27 @@ class TextSide:
             )
         return prompt
 
-    def encode_public(self, prefixes: Iterable[str]) -> list[list[int]]:
+    def encode_public(self, prefixes: Iterable[str], block_size: int) -> list[list[int]]:
         """Token ids of what begins a chat with each of these system prompts.
 
-        Without a chat template they are taken as they are.
+        Without a chat template they are taken as they are. Raises ``ConfigError`` for one that does
+        not fill a block, of which nothing could be shared.
         """
+        encoded = [self._encode_system(prefix) for prefix in prefixes]
+        for number, token_ids in enumerate(encoded, start=1):
+            if len(token_ids) < block_size:
+                raise ConfigError(
+                    f"--public-prefix number {number} has {len(token_ids)} tokens and does not "
+                    f"fill a block of {block_size}, so that nothing of it can be shared; leave it "
+                    "out"
+                )
+        return encoded
+
+    def _encode_system(self, text: str) -> list[int]:
         if self.chat_template is None:
-            return [self.tokenizer.encode(prefix) for prefix in prefixes]
-        template = self.chat_template
-        return [
-            template.encode([{"role": "system", "content": prefix}], add_generation_prompt=False)
-            for prefix in prefixes
-        ]
+            return self.tokenizer.encode(text)
+        message: Message = {"role": "system", "content": text}
+        return self.chat_template.encode([message], add_generation_prompt=False)
 
 
 class RequestOutputs:
@@ -163,7 +172,8 @@ class LLM:
         resolved = resolve(config.model)
         self._text = TextSide(resolved.path)
         config = dataclasses.replace(config, model=str(resolved.path))
-        self._engine = Engine(config, self._text.encode_public(config.public_prefix))
+        public = self._text.encode_public(config.public_prefix, config.block_size)
+        self._engine = Engine(config, public)
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
 

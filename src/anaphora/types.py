@@ -416,9 +416,9 @@ def _add_counters(finished: S, current: S) -> S:
             totals[name] = new
         elif isinstance(new, dict):
             totals[name] = {**old, **new}
-            for key in old.keys() & new.keys():
-                one, other = old[key], new[key]
-                is_tier = isinstance(other, TierCounters)
+            for key, one in old.items():
+                other = new.get(key, type(one)())  # nothing: a fresh engine has not told yet
+                is_tier = isinstance(one, TierCounters)
                 totals[name][key] = _add_counters(one, other) if is_tier else one + other
         else:
             totals[name] = old + new

@@ -26,9 +26,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 class Running:
     """Listens on a free port, in a thread of its own."""
 
-    def __init__(self, llm: FakeLLM, keys: tuple[str, ...], options: dict[str, Any]) -> None:
+    def __init__(
+        self, llm: FakeLLM, keys: tuple[str, ...], admin_key: str | None, options: dict[str, Any]
+    ) -> None:
         self.llm = llm
-        tenants = Tenants.from_flags(keys)
+        tenants = Tenants.from_flags(keys, admin_key)
         self.app = create_app(llm, tenants, **options)
         self._sock = bind("127.0.0.1", 0, tenants=tenants)
         self.url = url_of(self._sock)
@@ -54,7 +56,7 @@ class Running:
         assert not self._thread.is_alive()
 
     def http(self, **options: Any) -> httpx.Client:
-        headers = {"authorization": f"Bearer {self._key}"}
+        headers = {"authorization": f"Bearer {self._key}", **options.pop("headers", {})}
         return httpx.Client(base_url=self.url, headers=headers, timeout=20, **options)
 
     def openai(self, key: str = "") -> openai.OpenAI:
@@ -98,8 +100,10 @@ def serving() -> Iterator[Serve]:
     """Starts servers, and stops them at the end."""
     running: list[Running] = []
 
-    def serve(*keys: str, llm: FakeLLM | None = None, **options: Any) -> Running:
-        server = Running(llm or FakeLLM(), keys, options)
+    def serve(
+        *keys: str, llm: FakeLLM | None = None, admin_key: str | None = None, **options: Any
+    ) -> Running:
+        server = Running(llm or FakeLLM(), keys, admin_key, options)
         server.start()
         running.append(server)
         return server

@@ -85,6 +85,10 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "x" * 129}, "cache_salt"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"prompt_cache_key": "x" * 10**4}, "prompt_cache_key"),
+    ({"cache_diagnostics": "yes"}, "cache_diagnostics"),
+    ({"cache_diagnostics": 1}, "cache_diagnostics"),
+    ({"service_tier": CANARY}, "service_tier"),
+    ({"service_tier": 1}, "service_tier"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
@@ -203,7 +207,9 @@ def test_no_field_is_in_two_tables() -> None:
     assert set(CompletionRequest.model_fields) & set(UNSUPPORTED) == shared
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/cache/pins", "/cache/purge"]
+)
 @pytest.mark.parametrize(
     "content",
     [

@@ -42,6 +42,7 @@ def test_the_body_has_exactly_openais_shape(http: httpx.Client) -> None:
     assert body == {
         "object": "chat.completion",
         "model": "fake",
+        "service_tier": "default",
         "choices": [
             {
                 "index": 0,

@@ -28,6 +28,7 @@ def test_the_body_has_exactly_openais_shape(http: httpx.Client) -> None:
     assert body == {
         "object": "text_completion",
         "model": "fake",
+        "service_tier": "default",
         "choices": [
             {
                 "index": 0,

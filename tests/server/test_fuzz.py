@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.fields import UNSUPPORTED
 from anaphora.server.schemas import (
     ChatRequest,
@@ -23,6 +24,8 @@ SCHEMAS = {
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/cache/pins": PinRequest,
+    "/cache/purge": PurgeRequest,
 }
 GOOD: dict[str, Any] = {
     "model": "fake",
@@ -30,6 +33,7 @@ GOOD: dict[str, Any] = {
     "prompt": "a",
     "tokens": [1],
     "max_tokens": 2,
+    "scope": "prefix",
 }
 scalars = (
     st.none()
@@ -67,7 +71,9 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(sorted(SCHEMAS)))
     names = sorted({*SCHEMAS[path].model_fields, *UNSUPPORTED, "unknown"})
     body = {name: GOOD[name] for name in SCHEMAS[path].model_fields if name in GOOD}
-    if path == "/tokenize":
+    if path == "/cache/purge":
+        body["scope"] = draw(st.sampled_from(["all", "tenant", "adapter", "prefix"]) | values)
+    if path in ("/tokenize", "/cache/pins", "/cache/purge"):
         body.pop(draw(st.sampled_from(["prompt", "messages"])))
     for name in draw(st.lists(st.sampled_from(names), max_size=3)):
         body[name] = draw(messages if name == "messages" else values)

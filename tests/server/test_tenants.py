@@ -66,6 +66,35 @@ def test_only_digests_are_kept_and_all_are_compared(monkeypatch: pytest.MonkeyPa
     assert len(compared) == 3
 
 
+def test_the_admin_key_is_one_more_key_and_hashed_like_the_others() -> None:
+    tenants = Tenants.from_flags(["a=key-of-a"], "root=key")
+    assert tenants.has_admin_key
+    assert "root=key" not in repr(vars(tenants))
+    admin = tenants.authenticate("Bearer root=key")
+    assert tenants.is_admin(admin)
+    assert not tenants.is_admin(tenants.authenticate("Bearer key-of-a"))
+    assert tenants.num_tenants == 1
+    only = Tenants.from_flags([], "root")
+    assert not only.is_open
+    with pytest.raises(Unauthorized):
+        only.authenticate("Bearer other")
+    assert Tenants.from_flags([]).is_admin("default")
+    assert not Tenants.from_flags(["a=k"]).is_admin("a")
+
+
+@pytest.mark.parametrize("key", ["", "two words", "schlüssel", "same"])
+def test_unusable_admin_keys(key: str) -> None:
+    with pytest.raises(ConfigError, match="--admin-key") as caught:
+        Tenants.from_flags(["a=same"], key)
+    assert not key or key not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["key-admin", "key-0"])
+def test_no_name_is_the_admins(name: str) -> None:
+    with pytest.raises(ConfigError, match="unusable name"):
+        Tenants.from_flags([f"{name}=key"])
+
+
 def raw(server: Running, method: str, path: str, *authorizations: str) -> tuple[int, str]:
     """Sends ``path`` as it is: httpx would tidy it up."""
     parts = urlsplit(server.url)
@@ -92,7 +121,9 @@ TRICKS = [
 def test_only_health_opens_without_a_key(serve: Serve) -> None:
     server = serve("team=good-key")
     routes = [(path, method) for path, method in _routes(server) if path != "/health"]
-    assert len(routes) >= 10
+    assert len(routes) >= 15
+    assert {("/cache/pins", "POST"), ("/cache/pins/{pin_id}", "DELETE")} <= set(routes)
+    assert {("/cache/purge", "POST"), ("/reset_prefix_cache", "POST")} <= set(routes)
     tricks = [
         (path, method)
         for path in TRICKS
@@ -119,8 +150,9 @@ def test_with_a_good_key_every_route_answers(serve: Serve) -> None:
     server = serve("team=good-key")
     for path, method in _routes(server):
         status, _ = raw(server, method, path, "Bearer good-key")
-        # without a body; {name} is no model
-        assert status in (200, 415) or "{" in path, path
+        # without a body; {name} is no model; what concerns other tenants takes another key
+        allowed = (403,) if path == "/reset_prefix_cache" else (200, 415)
+        assert status in allowed or "{" in path, path
     for path in TRICKS:
         status, _ = raw(server, "GET", path, "Bearer good-key")
         assert status in (200, 404), path

@@ -10,6 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
 from anaphora.errors import ConfigError, EngineError, RequestError
+from anaphora.server.cache import pins_router, purge_router
+from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.chat import chat_router
 from anaphora.server.completions import completions_router
 from anaphora.server.envelope import RouteError, error_response
@@ -33,6 +35,8 @@ _BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/cache/pins": PinRequest,
+    "/cache/purge": PurgeRequest,
 }
 
 
@@ -41,23 +45,26 @@ def create_app(
     tenants: Tenants,
     *,
     served_model_names: Sequence[str] = (),
+    metrics_tenants: int = 0,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout: float = BODY_TIMEOUT,
 ) -> FastAPI:
     """An ASGI app that serves ``llm`` to ``tenants``.
 
     ``llm`` must be started; whoever calls this closes it after the app has stopped. The model goes
-    by ``served_model_names``, or by ``llm.info.name`` if there are none.
+    by ``served_model_names``, or by ``llm.info.name`` if there are none. In ``/metrics`` the first
+    ``metrics_tenants`` tenants are labels.
     """
     names = tuple(served_model_names) or (llm.info.name,)
     if not all(names) or len(set(names)) < len(names):
         raise ConfigError(
             f"--served-model-name is {', '.join(map(repr, names))}; give each name once, none empty"
         )
-    metrics = Metrics(llm)
+    metrics = Metrics(llm, num_tenants=metrics_tenants)
     service = Service(
         llm,
         names,
+        tenants=tenants,
         metrics=metrics,
         bodies=BodyReader(max_bytes=max_body_bytes, timeout=body_timeout),
         created=now(),
@@ -67,7 +74,8 @@ def create_app(
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(EngineError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_route_error)
-    for router in (chat_router, completions_router, models_router, tokens_router):
+    routers = chat_router, completions_router, models_router, tokens_router
+    for router in (*routers, pins_router, purge_router):
         app.include_router(router(service))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app

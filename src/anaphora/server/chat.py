@@ -27,13 +27,18 @@ def chat_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         params = body.sampling_params(service.llm.info.vocab_size)
         prompt = await service.encode_chat(body.messages, body)
-        generation = service.generation(request, [prompt], body, params, field="messages")
+        generation = service.generation(
+            request, [prompt], params, body.scope(request.state.tenant), body.workload, "messages"
+        )
         answer = _ChatAnswer(service, body, generation, request.state.request_id)
         if not body.stream:
-            return json_response(await unless_disconnected(request.receive, answer.whole()))
+            content = await unless_disconnected(request.receive, answer.whole())
+            return json_response(content, headers=generation.headers())
         events = answer.events()
         first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(first, events, request_id=request.state.request_id)
+        return EventStream(
+            first, events, request_id=request.state.request_id, headers=generation.headers()
+        )
 
     return router
 
@@ -52,6 +57,7 @@ class _ChatAnswer:
             "created": now(),
             "model": body.model,
             "system_fingerprint": service.system_fingerprint,
+            "service_tier": body.served_tier,
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -67,8 +73,13 @@ class _ChatAnswer:
                 choice["stop_reason"] = delta.stop_reason
         for choice in choices:
             choice["message"]["content"] = "".join(choice["message"]["content"])
-        usage = self._generation.usage()
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self._generation.usage(),
+            **self._diagnostics(),
+        }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a stream, each as an event."""
@@ -89,13 +100,23 @@ class _ChatAnswer:
                 if delta.finish_reason is not None:
                     last = _chunk_choice(delta.index, {}, finish_reason=delta.finish_reason)
                     yield self._chunk([{**last, "stop_reason": delta.stop_reason}])
-        if self._body.includes_usage:
-            yield self._chunk([], usage=self._generation.usage())
+        if self._body.includes_usage or self._body.cache_diagnostics:
+            yield self._chunk([], usage=self._generation.usage(), **self._diagnostics())
+
+    def _diagnostics(self) -> dict[str, Any]:
+        if not self._body.cache_diagnostics:
+            return {}
+        [of_prompt] = self._generation.diagnostics()
+        return {"cache_diagnostics": of_prompt}
 
     def _chunk(
-        self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None = None
+        self,
+        choices: list[dict[str, Any]],
+        *,
+        usage: dict[str, Any] | None = None,
+        **more: object,
     ) -> bytes:
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices, **more}
         if self._body.includes_usage:
             chunk["usage"] = usage
         return encode_event(chunk)

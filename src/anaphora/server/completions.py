@@ -34,16 +34,21 @@ def completions_router(service: Service) -> APIRouter:
         prompts = await service.encode_prompts(
             given, add_special_tokens=body.add_special_tokens is not False
         )
-        generation = service.generation(request, prompts, body, params, field="prompt")
+        generation = service.generation(
+            request, prompts, params, body.scope(request.state.tenant), body.workload, "prompt"
+        )
         echoes = _echoes(service, given) if body.echo else [""] * len(given)
         answer = _Completion(
             service, body, generation, echoes, request_id=request.state.request_id, n=params.n
         )
         if not body.stream:
-            return json_response(await unless_disconnected(request.receive, answer.whole()))
+            content = await unless_disconnected(request.receive, answer.whole())
+            return json_response(content, headers=generation.headers())
         events = answer.events()
         first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(first, events, request_id=request.state.request_id)
+        return EventStream(
+            first, events, request_id=request.state.request_id, headers=generation.headers()
+        )
 
     return router
 
@@ -117,6 +122,7 @@ class _Completion:
             "created": now(),
             "model": body.model,
             "system_fingerprint": service.system_fingerprint,
+            "service_tier": body.served_tier,
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -134,7 +140,8 @@ class _Completion:
             self._choice(ends[index], "".join(pieces), logprobs[index])
             for index, pieces in enumerate(texts)
         ]
-        return {**self._head, "choices": choices, "usage": self._generation.usage()}
+        usage = self._generation.usage()
+        return {**self._head, "choices": choices, "usage": usage, **self._diagnostics()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a stream, each as an event."""
@@ -147,8 +154,13 @@ class _Completion:
                     text = self._echo_of_choice[delta.index] + text
                 if text or delta.logprobs or delta.finish_reason is not None:
                     yield self._chunk([self._choice(delta, text, self._new_logprobs(delta))])
-        if self._body.includes_usage:
-            yield self._chunk([], usage=self._generation.usage())
+        if self._body.includes_usage or self._body.cache_diagnostics:
+            yield self._chunk([], usage=self._generation.usage(), **self._diagnostics())
+
+    def _diagnostics(self) -> dict[str, Any]:
+        if not self._body.cache_diagnostics:
+            return {}
+        return {"cache_diagnostics": self._generation.diagnostics()}
 
     def _new_logprobs(self, delta: CompletionDelta) -> dict[str, Any] | None:
         if self._body.logprobs is None:
@@ -167,9 +179,13 @@ class _Completion:
         }
 
     def _chunk(
-        self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None = None
+        self,
+        choices: list[dict[str, Any]],
+        *,
+        usage: dict[str, Any] | None = None,
+        **more: object,
     ) -> bytes:
-        chunk = {**self._head, "choices": choices}
+        chunk = {**self._head, "choices": choices, **more}
         if self._body.includes_usage:
             chunk["usage"] = usage
         return encode_event(chunk)

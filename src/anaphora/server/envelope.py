@@ -18,6 +18,7 @@ from anaphora.errors import EngineError, EngineUnavailable, InvalidRequest, Requ
 logger = logging.getLogger("anaphora.server")
 
 _JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+_MAX_SHOWN_FIELD_CHARS = 64
 # Fields that hold objects with the client's own keys: an error there names the field alone.
 _FIELDS_WITH_FREE_KEYS = ("logit_bias", "chat_template_kwargs")
 
@@ -101,6 +102,9 @@ def translate(error: ValidationError) -> InvalidRequest:
     param = _path(first["loc"])
     if not param:
         return InvalidRequest("the body is not a JSON object; send an object")
+    if first["type"] == "extra_forbidden":
+        param = param[:_MAX_SHOWN_FIELD_CHARS]
+        return InvalidRequest(f"{param} is not a field of this route; leave it out", param=param)
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing; add it", param=param)
     return InvalidRequest(

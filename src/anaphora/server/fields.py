@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from anaphora.server.envelope import unsupported
+
+# A client may only lower itself: "flex" and "batch" do. "priority" and "scale" are for sale
+# elsewhere; here they mean "default".
+ServiceTier = Literal["auto", "default", "standard_only", "priority", "scale", "flex", "batch"]
+BATCH_TIERS: tuple[ServiceTier, ...] = ("flex", "batch")
 
 # Field → the values that ask for nothing. Any other value would change the answer's meaning.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -70,12 +75,11 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
     "safety_identifier": "as user",
     "metadata": "labels for OpenAI's dashboard",
     "store": "false, which is what always holds",
-    "service_tier": "there is one tier",
     "parallel_tool_calls": "has no meaning without tools",
     "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
     "reasoning_effort": "the models served have one effort",
     "verbosity": "the models served have one verbosity",
-    "prompt_cache_retention": "an upper bound; cached blocks live in memory only and not for long",
+    "prompt_cache_retention": "how long others may keep a prefix; here the operator decides",
     "prompt_cache_options": "implicit mode, which is what always holds",
     "messages[].content[].cache_control": "prefixes are found without marks",
     "messages[].content[].prompt_cache_breakpoint": "prefixes are found without marks",

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import ContextTooLong, EngineDied
+from anaphora.server.diagnostics import cache_headers, diagnostics
 from anaphora.server.metrics import Metrics
 from anaphora.server.served import ServedLLM
-from anaphora.types import CacheScope, CompletionDelta, SamplingParams
+from anaphora.types import CacheReport, CacheScope, CompletionDelta, SamplingParams, Workload
 
 _MAX_PENDING_DELTAS = 64  # beyond this a request with many prompts waits for its reader
 
@@ -31,6 +32,7 @@ class Generation:
         params: SamplingParams,
         *,
         scope: CacheScope,
+        workload: Workload,
         request_id: str,
         metrics: Metrics,
         field: str,
@@ -39,6 +41,7 @@ class Generation:
         self._metrics = metrics
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         self._num_cached_tokens = [0] * len(prompts)
+        self._reports: list[CacheReport | None] = [None] * len(prompts)
         self._num_completion_tokens = 0
         self._started = time.perf_counter()
         self._last_output: dict[int, float] = {}  # choice → when it last brought tokens
@@ -46,7 +49,13 @@ class Generation:
         self._num_finished = 0
         try:
             self._streams = [
-                llm.generate(prompt, params, scope=scope, request_id=f"{request_id}-{index}")
+                llm.generate(
+                    prompt,
+                    params,
+                    scope=scope,
+                    workload=workload,
+                    request_id=f"{request_id}-{index}",
+                )
                 for index, prompt in enumerate(prompts)
             ]
         except ContextTooLong as error:
@@ -69,6 +78,14 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
         }
 
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """What the cache did, for each prompt."""
+        return [diagnostics(report) for report in self._reports]
+
+    def headers(self) -> dict[str, str]:
+        """The same in short, of the prompts that have brought output so far."""
+        return cache_headers(self._reports)
+
     async def deltas(self) -> AsyncGenerator[CompletionDelta, None]:
         """All output; ``index`` counts through all prompts. Closing it aborts what still runs."""
         async with aclosing(self._merge()) as merged:
@@ -83,6 +100,8 @@ class Generation:
     def _count(self, prompt_index: int, index: int, delta: CompletionDelta) -> None:
         if delta.finish_reason in ("abort", "error"):
             raise EngineDied("the engine gave up on this request; send it again")
+        if delta.cache_report is not None:
+            self._reports[prompt_index] = delta.cache_report
         now = time.perf_counter()
         if not self._seen_prompts:
             self._metrics.time_to_first_token.observe(now - self._started)

@@ -39,8 +39,10 @@ def models_router(service: Service) -> APIRouter:
         return json_response({"status": "ok"})
 
     @router.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        """Prometheus' text format."""
+    async def metrics(request: Request) -> Response:
+        """Prometheus' text format; for the admin key alone, if there is one."""
+        if service.tenants.has_admin_key:
+            service.check_admin(request)
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router

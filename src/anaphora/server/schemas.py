@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from anaphora.errors import InvalidRequest
 from anaphora.server.envelope import describe, translate, unsupported
-from anaphora.server.fields import refuse_unsupported
+from anaphora.server.fields import BATCH_TIERS, ServiceTier, refuse_unsupported
 from anaphora.types import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -31,6 +31,7 @@ from anaphora.types import (
     CacheScope,
     Message,
     SamplingParams,
+    Workload,
 )
 
 MAX_CACHE_SALT_CHARS = 128
@@ -81,7 +82,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """The fields that decide how tokens are chosen, and who shares the cache."""
+    """The fields that decide how tokens are chosen and who shares the cache."""
 
     model: str
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -105,6 +106,8 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     prompt_cache_key: str | None = Field(None, max_length=MAX_CACHE_KEY_CHARS)
+    cache_diagnostics: bool | None = None
+    service_tier: ServiceTier | None = None
 
     @model_validator(mode="after")
     def _check(self) -> SamplingBody:
@@ -124,6 +127,16 @@ class SamplingBody(Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of totals."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def workload(self) -> Workload:
+        """The kind of work: a client may only lower its own."""
+        return "batch" if self.service_tier in BATCH_TIERS else "interactive"
+
+    @property
+    def served_tier(self) -> str:
+        """The same as OpenAI's answers name it."""
+        return "flex" if self.service_tier in BATCH_TIERS else "default"
 
     def scope(self, tenant: str) -> CacheScope:
         """Who may share this request's cached blocks."""

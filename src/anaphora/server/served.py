@@ -9,12 +9,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from anaphora.types import (
+    CacheAnswer,
+    CacheCommand,
     CacheScope,
     CompletionDelta,
     EngineStats,
     Message,
     ModelInfo,
     SamplingParams,
+    Workload,
 )
 
 
@@ -81,6 +84,7 @@ class ServedLLM(Protocol):
         params: SamplingParams,
         *,
         scope: CacheScope = ...,
+        workload: Workload = ...,
         request_id: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Stream the output of all ``params.n`` choices, interleaved.
@@ -91,6 +95,9 @@ class ServedLLM(Protocol):
         cancelling it aborts the request and frees its blocks. Raises ``EngineDied`` when the
         engine is lost on the way.
         """
+
+    async def command(self, command: CacheCommand) -> CacheAnswer:
+        """Purge or pin. Raises ``RequestError``, ``EngineUnavailable`` and ``EngineDied``."""
 
     def stats(self) -> EngineStats:
         """The engine's latest counters; never blocks."""

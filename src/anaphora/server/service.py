@@ -10,20 +10,20 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from anaphora.errors import ContextTooLong, InvalidRequest, UnknownModel
+from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, UnknownModel
 from anaphora.server.generation import Generation
 from anaphora.server.metrics import Metrics
 from anaphora.server.schemas import (
     B,
     ChatMessage,
     Prompt,
-    SamplingBody,
     TemplateBody,
     check_token_id,
 )
 from anaphora.server.served import ServedLLM
+from anaphora.server.tenants import Tenants
 from anaphora.server.transport import BodyReader
-from anaphora.types import SamplingParams, are_token_ids
+from anaphora.types import CacheScope, SamplingParams, Workload, are_token_ids
 
 MAX_CHOICES_PER_REQUEST = 2048  # prompts times n
 # Encoding more characters on the event loop would hold up everybody's streams.
@@ -41,12 +41,14 @@ class Service:
         llm: ServedLLM,
         model_names: Sequence[str],
         *,
+        tenants: Tenants,
         metrics: Metrics,
         bodies: BodyReader,
         created: int,
     ) -> None:
         self.llm = llm
         self.model_names = tuple(model_names)
+        self.tenants = tenants
         self.metrics = metrics
         self.created = created
         self._bodies = bodies
@@ -55,6 +57,18 @@ class Service:
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of ``request``."""
         return await self._bodies.read(request, schema)
+
+    def check_admin(self, request: Request) -> None:
+        """Raise ``Forbidden`` unless the key may do what concerns other tenants."""
+        if not self.tenants.is_admin(request.state.tenant):
+            raise Forbidden(
+                "this key may only act on its own tenant; "
+                + (
+                    "use the admin key"
+                    if self.tenants.has_admin_key
+                    else "the operator starts the server with --admin-key to have one for this"
+                )
+            )
 
     def check_model(self, name: str) -> None:
         """Raise ``UnknownModel`` unless ``name`` is served here."""
@@ -134,9 +148,9 @@ class Service:
         self,
         request: Request,
         prompts: Sequence[Sequence[int]],
-        body: SamplingBody,
         params: SamplingParams,
-        *,
+        scope: CacheScope,
+        workload: Workload,
         field: str,
     ) -> Generation:
         """Check ``prompts`` and make them ready to run; ``field`` names where they came from."""
@@ -151,7 +165,8 @@ class Service:
             self.llm,
             prompts,
             params,
-            scope=body.scope(request.state.tenant),
+            scope=scope,
+            workload=workload,
             request_id=request.state.request_id,
             metrics=self.metrics,
             field=field,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -115,7 +115,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes, None], *, request_id: str
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        *,
+        request_id: str,
+        headers: Mapping[str, str],
     ) -> None:
         self._first = first
         self._events = events
@@ -123,7 +128,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         # the second header keeps nginx from collecting events
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client goes away."""

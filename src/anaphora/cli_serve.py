@@ -1,0 +1,380 @@
+"""``anaphora serve``: its options, what it prints at start, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Console
+from rich.table import Table
+
+from anaphora.cli_common import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    CacheMemory,
+    DtypeOption,
+    ModelArgument,
+    Threads,
+    option,
+    table,
+)
+from anaphora.config import (
+    EngineConfig,
+    EvictionPolicyName,
+    KVCacheDtype,
+    format_size,
+    parse_size,
+)
+from anaphora.errors import ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from anaphora.async_llm import AsyncLLM
+    from anaphora.server.tenants import Tenants
+    from anaphora.types import ModelInfo
+
+_DEFAULTS = EngineConfig()
+_GRACE_SECONDS = 10.0
+_TIERS, _SHARING = "Tiers below the cache", "Sharing the cache"
+
+
+def _size(name: str) -> Callable[[str | int], int]:
+    """A parser of sizes whose error names the option; the default comes as a number."""
+
+    def parse(value: str | int) -> int:
+        return parse_size(value, option=name) if isinstance(value, str) else value
+
+    return parse
+
+
+ServedNames = Annotated[
+    list[str] | None,
+    option("Name that clients send as model; repeat for several.", "Model", "--served-model-name"),
+]
+MaxModelLen = Annotated[
+    int | None,
+    option(
+        "Tokens of prompt and answer together. [dim](what model and cache allow)[/dim]", "Model"
+    ),
+]
+Host = Annotated[str, option("Address to listen on. Others than loopback need a key.", "Server")]
+Port = Annotated[
+    int, option("Port to listen on; 0 takes a free one and prints it.", "Server", max=65535, min=0)
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    option(
+        "KEY or NAME=KEY; repeat for several. Each key is a tenant with a prefix cache of its own, "
+        f"keys of one NAME share it. [dim](comma separated in {API_KEY_VARIABLE})[/dim]",
+        "Server",
+        "--api-key",
+        metavar="[NAME=]KEY",
+    ),
+]
+AdminKey = Annotated[
+    str | None,
+    option(
+        "Key that may also purge what is not its own; with one, /metrics needs it. "
+        f"[dim]({ADMIN_KEY_VARIABLE})[/dim]",
+        "Server",
+        metavar="KEY",
+    ),
+]
+MetricsTenants = Annotated[
+    int,
+    option(
+        "Tenants that /metrics shows by name, the first ones seen; all others are one, 'other'.",
+        "Server",
+        min=0,
+    ),
+]
+MaxNumSeqs = Annotated[int, option("Sequences computed in one step.", "Scheduling")]
+MaxBatchedTokens = Annotated[int, option("Tokens computed in one step.", "Scheduling")]
+PrefixCaching = Annotated[
+    bool, option("Reuse what earlier prompts computed. Off only serves to measure.", "Cache")
+]
+BlockSize = Annotated[int, option("Tokens in one block of the cache.", "Cache")]
+KVDtypeOption = Annotated[KVCacheDtype, option("Precision of K and V.", "Cache")]
+MemoryShare = Annotated[
+    float,
+    option(
+        "Share of the device's memory that weights and cache may take together. On a CPU: of the "
+        "RAM this process may use, a cgroup's limit included.",
+        "Cache",
+    ),
+]
+EvictionPolicy = Annotated[
+    EvictionPolicyName, option("Which block goes first when room is needed.", "Cache")
+]
+AuditHits = Annotated[
+    float,
+    option("Part of the hits that are computed again and compared, 0 to 1.", "Cache"),
+]
+SwapSpace = Annotated[
+    int,
+    option(
+        "Host memory for blocks that the cache has no room for, for example 4GiB. "
+        "[dim](none)[/dim]",
+        _TIERS,
+        metavar="SIZE",
+        parser=_size("--swap-space"),
+        show_default=False,
+    ),
+]
+LockMemory = Annotated[
+    bool, option("Keep cached blocks in memory out of the swap partition.", _TIERS, "--lock-memory")
+]
+DiskCache = Annotated[
+    str | None,
+    option("Existing directory for blocks on disk, always encrypted. [dim](none)[/dim]", _TIERS,
+           metavar="DIR"),
+]  # fmt: skip
+DiskCacheSize = Annotated[
+    int | None,
+    option(
+        "How much of it may be used, for example 20GiB.",
+        _TIERS,
+        metavar="SIZE",
+        parser=_size("--disk-cache-size"),
+    ),
+]
+DiskCachePersist = Annotated[
+    bool,
+    option(
+        "Find the blocks on disk again after a restart; needs a key file.",
+        _TIERS,
+        "--disk-cache-persist",
+    ),
+]
+DiskCacheKeyFile = Annotated[
+    str | None,
+    option(
+        "The key that they are encrypted under: 32 bytes or 64 hex digits, mode 600.",
+        _TIERS,
+        metavar="FILE",
+    ),
+]
+DiskCacheTtl = Annotated[
+    float,
+    option("Seconds after which a kept block is not used any more.", _TIERS, metavar="SECONDS"),
+]
+CacheShares = Annotated[
+    list[str],
+    option(
+        "Percent of each tier kept for, and at most filled by, a tenant or a class "
+        "(interactive, batch): tenant:alice=20:60, class:batch=0:10, tenant:*=0:50; repeat for "
+        "several.",
+        _SHARING,
+        "--cache-share",
+        metavar="WHO=MIN:MAX",
+    ),
+]
+PinQuota = Annotated[float, option("Part of the cache that one tenant may pin, 0 to 1.", _SHARING)]
+PublicPrefixes = Annotated[
+    list[str],
+    option(
+        "Text file with a system prompt that is no secret: all tenants share its blocks; repeat "
+        "for several. A newline at the file's end is not part of it.",
+        _SHARING,
+        "--public-prefix",
+        metavar="FILE",
+    ),
+]
+
+
+def serve(
+    model: ModelArgument = _DEFAULTS.model,
+    served_model_name: ServedNames = None,
+    max_model_len: MaxModelLen = _DEFAULTS.max_model_len,
+    dtype: DtypeOption = _DEFAULTS.dtype,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKeys = None,
+    admin_key: AdminKey = None,
+    metrics_tenants: MetricsTenants = 0,
+    enable_prefix_caching: PrefixCaching = _DEFAULTS.enable_prefix_caching,
+    kv_cache_memory: CacheMemory = None,
+    gpu_memory_utilization: MemoryShare = _DEFAULTS.gpu_memory_utilization,
+    kv_cache_dtype: KVDtypeOption = _DEFAULTS.kv_cache_dtype,
+    block_size: BlockSize = _DEFAULTS.block_size,
+    eviction_policy: EvictionPolicy = _DEFAULTS.eviction_policy,
+    audit_hits: AuditHits = _DEFAULTS.audit_hits,
+    swap_space: SwapSpace = _DEFAULTS.swap_space,
+    disk_cache: DiskCache = _DEFAULTS.disk_cache,
+    disk_cache_size: DiskCacheSize = _DEFAULTS.disk_cache_size,
+    disk_cache_persist: DiskCachePersist = _DEFAULTS.disk_cache_persist,
+    disk_cache_key_file: DiskCacheKeyFile = _DEFAULTS.disk_cache_key_file,
+    disk_cache_ttl: DiskCacheTtl = _DEFAULTS.disk_cache_ttl,
+    lock_memory: LockMemory = _DEFAULTS.lock_memory,
+    cache_share: CacheShares = _DEFAULTS.cache_share,  # type: ignore[assignment]
+    public_prefix: PublicPrefixes = _DEFAULTS.public_prefix,  # type: ignore[assignment]
+    pin_quota: PinQuota = _DEFAULTS.pin_quota,
+    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxBatchedTokens = _DEFAULTS.max_num_batched_tokens,
+    threads: Threads = _DEFAULTS.threads,
+) -> None:
+    """Serve a model over OpenAI's API."""
+    from anaphora.server.listen import bind
+
+    _raise_file_limit()
+    config = EngineConfig(
+        model=model,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        enable_prefix_caching=enable_prefix_caching,
+        kv_cache_memory=(
+            None
+            if kv_cache_memory is None
+            else parse_size(kv_cache_memory, option="--kv-cache-memory")
+        ),
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        eviction_policy=eviction_policy,
+        audit_hits=audit_hits,
+        swap_space=swap_space,
+        disk_cache=disk_cache,
+        disk_cache_size=disk_cache_size,
+        disk_cache_persist=disk_cache_persist,
+        disk_cache_key_file=disk_cache_key_file,
+        disk_cache_ttl=disk_cache_ttl,
+        lock_memory=lock_memory,
+        cache_share=tuple(cache_share),
+        public_prefix=tuple(map(_read_prefix, public_prefix)),
+        pin_quota=pin_quota,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        threads=threads,
+    )
+    tenants = _tenants(api_key, admin_key)
+    with bind(host, port, tenants=tenants) as sock:
+        asyncio.run(_serve(config, served_model_name or (), tenants, metrics_tenants, sock))
+
+
+async def _serve(
+    config: EngineConfig,
+    names: Sequence[str],
+    tenants: Tenants,
+    metrics_tenants: int,
+    sock: socket.socket,
+) -> None:
+    from anaphora.async_llm import AsyncLLM
+    from anaphora.server.app import create_app
+    from anaphora.server.listen import build_server, url_of
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # uvicorn shuts down gracefully and then raises the signal again; without a handler that would
+    # end this process before the engine's
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    llm = AsyncLLM(config)
+    try:
+        await llm.start()
+        names = names or (llm.model_name,)
+        web_app = create_app(
+            llm, tenants, served_model_names=names, metrics_tenants=metrics_tenants
+        )
+        Console().print(_resolved(config, llm.info, names, url_of(sock), tenants))
+        server = build_server(web_app)
+        leaving = asyncio.create_task(_close_when_leaving(server, llm))
+        await server.serve(sockets=[sock])
+        leaving.cancel()
+    finally:
+        await llm.close()
+
+
+async def _close_when_leaving(server: uvicorn.Server, llm: AsyncLLM) -> None:
+    """Running requests get a while to end; then they are told why they cannot."""
+    while not server.should_exit:
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(_GRACE_SECONDS)
+    await llm.close()
+
+
+def _raise_file_limit() -> None:
+    """As many sockets as the system lets us have: the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _tenants(keys: list[str] | None, admin_key: str | None) -> Tenants:
+    """From the flags or else from the environment; an empty variable is a mistake, not no key."""
+    from anaphora.server.tenants import Tenants
+
+    if not keys and API_KEY_VARIABLE in os.environ:
+        keys = os.environ[API_KEY_VARIABLE].split(",")
+    if admin_key is None:
+        admin_key = os.environ.get(ADMIN_KEY_VARIABLE)
+    return Tenants.from_flags(keys or [], admin_key)
+
+
+def _read_prefix(path: str) -> str:
+    """The system prompt in a file, without the newline that editors add."""
+    where = f"--public-prefix {path}"
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read ({error.strerror}); give a text file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where} is not UTF-8; save it as UTF-8") from None
+    if not text.strip():
+        raise ConfigError(f"{where} is empty; write the system prompt into it")
+    return text.removesuffix("\n")
+
+
+def _resolved(
+    config: EngineConfig, info: ModelInfo, names: Iterable[str], url: str, tenants: Tenants
+) -> Table:
+    """What is going to be served, after all defaults."""
+    result = table("Anaphora serves")
+    size = f"{info.num_parameters / 1e6:,.0f} M parameters"
+    keys = "none needed"
+    if not tenants.is_open:
+        keys = f"needed; tenants: {tenants.num_tenants}"
+        keys += ", and an admin" if tenants.has_admin_key else ""
+    rows = {
+        "model": f"{info.name} ({info.architecture}, {size})",
+        "served as": ", ".join(names),
+        "context": f"{info.max_model_len:,} tokens",
+        "weights": f"{format_size(info.weight_bytes)}, {info.dtype}",
+        **dict(_tiers(config, info)),
+        "prefix caching": "on" if info.enable_prefix_caching else "off",
+        "step": f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens at most",
+        "kernels": f"{info.kernels}, {info.threads} threads",
+        "keys": keys,
+        "URL": f"{url}/v1",
+    }
+    for name, value in rows.items():
+        result.add_row(name, value)
+    return result
+
+
+def _tiers(config: EngineConfig, info: ModelInfo) -> Iterator[tuple[str, str]]:
+    """Each tier of the cache: what it holds, and how much it takes of what was asked for."""
+    asked = {
+        "device": config.kv_cache_memory,
+        "host": config.swap_space,
+        "disk": config.disk_cache_size,
+    }
+    locked = "locked" if config.lock_memory else ""
+    more = {"device": f"{info.kv_cache_dtype}, blocks of {info.block_size}", "host": locked}
+    more["device"] += f", {locked}" if locked else ""
+    kept = f"kept, used for {config.disk_cache_ttl:g} s" if config.disk_cache_persist else ""
+    more["disk"] = f"{config.disk_cache}, {kept or 'ends with the server'}"
+    for tier, num_bytes in info.tier_bytes.items():
+        num_tokens = num_bytes * info.num_cache_tokens // max(info.kv_cache_bytes, 1)
+        parts = [f"{num_tokens:,} tokens in {format_size(num_bytes)}"]
+        if budget := asked.get(tier):
+            parts[0] += f" of {format_size(budget)}"
+        parts += [more[tier]] if more.get(tier) else []
+        yield "cache" if tier == "device" else f"{tier} tier", ", ".join(parts)
