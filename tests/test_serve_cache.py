@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from anaphora.cache.hashing import encode_tokens
 from tests.server.running import check_error
 from tests.serving import serving
 
@@ -205,3 +209,45 @@ def test_what_was_pushed_out_of_memory_is_hit_below_and_told(smollm2_path, tmp_p
         assert metrics["vllm:cpu_prefix_cache_hit_rate"] > 0
         assert metrics["anaphora_cache_tier_loaded_blocks_total tier=host"] > 0
         assert metrics["anaphora_cache_tier_stored_blocks_total tier=host"] > 0
+
+
+def unnamed_files(pid):
+    """What the engine keeps on disk without a name."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(link)
+        if "/disk/" in target and target.endswith("(deleted)"):
+            yield link.read_bytes()
+
+
+def test_a_canary_prompt_is_found_nowhere(smollm2_path, tmp_path):
+    """Not on disk, as text or as token ids, nor in a log, the metrics or an error's body."""
+    canary = "xylophone-quartz-4711-zebra"
+    (tmp_path / "disk").mkdir()
+    arguments = [
+        str(smollm2_path), "--served-model-name", MODEL, "--kv-cache-memory", "8MiB",
+        "--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "64MiB",
+        "--api-key", f"ada={ADA}",
+    ]  # fmt: skip
+    with serving(tmp_path, *arguments, key=ADA) as running:
+        for index in range(6):
+            chat(running, ADA, f"{canary} {index} " * 12, canary)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": canary}]}
+        shown = [
+            ask(running, ADA, CHAT, body | {"top_k": "many"}).text,
+            ask(running, ADA, CHAT, body | {"n": 0}).text,
+            ask(running, ADA, CHAT, body | {"max_tokens": 10**6}).text,
+            ask(running, "a-wrong-key", CHAT, body).text,
+            ask(running, ADA, "/metrics", None, "GET").text,
+        ]
+        text = ask(running, ADA, "/tokenize", {"prompt": canary}).json()
+        kept = list(unnamed_files(running.engine_pid))
+        assert running.metrics()["anaphora_cache_tier_stored_blocks_total tier=disk"] > 0
+        assert list((tmp_path / "disk").iterdir()) == []
+    shown += [running.output, running.errors]
+    assert "cache" in running.output
+    for seen in shown:
+        assert canary not in seen
+    assert sum(map(len, kept)) > 2**25
+    for content in kept:
+        assert canary.encode() not in content
+        assert encode_tokens(text["tokens"][:4]) not in content

@@ -32,7 +32,7 @@ class Driver:
             self.logits[f"{seq.request_id}/{seq.index}"].append(row.copy())
         return logits
 
-    def add(self, prompt, *, scope=SCOPE, **params) -> str:
+    def add(self, prompt, *, scope=SCOPE, workload="interactive", **params) -> str:
         """Queues a greedy request and returns its id."""
         self.num_requests += 1
         request_id = str(self.num_requests)
@@ -43,6 +43,7 @@ class Driver:
                 prompt_token_ids=list(prompt),
                 params=SamplingParams(**(defaults | params)),
                 scope=scope,
+                workload=workload,
             )
         )
         return request_id

@@ -389,3 +389,33 @@ def test_random_operations(tiny_path):
         suppress_health_check=[HealthCheck.too_slow],
     )
     machine("runTest").runTest()
+
+
+def test_urgent_kinds_of_work_come_first(tiny_path):
+    """Batch rows wait while an interactive prompt is computed, and are preempted before it."""
+    driver = make_driver(tiny_path, num_blocks=64, max_num_batched_tokens=64)
+    rows = [driver.add(prompt(i, 200), workload="batch", max_tokens=4) for i in range(4)]
+    driver.step()
+    driver.step()
+    urgent = driver.add(prompt(9, 200), max_tokens=4)
+    for _ in range(5):
+        driver.step()
+    assert driver.tokens(urgent)
+    assert sum(bool(driver.tokens(row)) for row in rows) <= 1
+    driver.finish()
+    assert all(len(driver.tokens(row)) == 4 for row in rows)
+
+
+def test_the_least_urgent_is_preempted(tiny_path):
+    driver = make_driver(tiny_path, num_blocks=24)
+    row = driver.add(prompt(1, 150), workload="batch", max_tokens=100)
+    for _ in range(4):
+        driver.step()
+    urgent = driver.add(prompt(2, 150), max_tokens=100)
+    driver.finish()
+    assert driver.engine.stats().num_preemptions > 0
+    assert len(driver.tokens(urgent)) == len(driver.tokens(row)) == 100
+    [seq_outputs] = [driver.outputs[f"{urgent}/0"]]
+    assert seq_outputs[0].num_cached_tokens == 0
+    # the urgent one never started again: it would have found its own blocks
+    assert driver.engine.stats().prefix_cache_hits == 0
