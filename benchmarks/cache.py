@@ -142,8 +142,9 @@ def restore(repeats: int = 7) -> list[str]:
     lines = []
     with tempfile.TemporaryDirectory(dir=Path.home()) as directory:
         tiers = {
-            "host": {"swap_space": 2**30},
-            "disk": {"disk_cache": directory, "disk_cache_size": 2**30},
+            # no more than is soon full: a page that was never written costs more than its copy
+            "host": {"swap_space": 600 * 380_000},
+            "disk": {"disk_cache": directory, "disk_cache_size": 600 * 400_000},
         }
         for tier, options in tiers.items():
             # lru, so that the prompt is pushed out of tier 1 for certain
@@ -204,7 +205,7 @@ async def first_token(llm: AsyncLLM, prompt: list[int], count: int, workload: st
 async def conversation(llm: AsyncLLM, seed: str, until: asyncio.Event | None) -> list[tuple]:
     """Turns of one user with a fixed system prompt, a new conversation every fourth turn."""
     system, found, turn, history = tokens((seed, "system"), SYSTEM_TOKENS), [], 0, []
-    while (until is None and turn < 24) or (until is not None and not until.is_set()):
+    while (until is None and turn < 16) or (until is not None and not until.is_set()):
         if turn % 4 == 0:
             history = list(system)
         prompt = history + tokens((seed, turn), TURN_TOKENS)
@@ -212,7 +213,7 @@ async def conversation(llm: AsyncLLM, seed: str, until: asyncio.Event | None) ->
         found.append((seconds, cached, turn % 4))
         history = prompt + answer
         turn += 1
-        await asyncio.sleep(2.0)  # the user reads
+        await asyncio.sleep(1.0)  # the user reads
     return found[4:]  # the first conversation warms up
 
 

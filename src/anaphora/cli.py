@@ -223,6 +223,14 @@ def simulate(
             metavar="BLOCKS|SHARE%",
         ),
     ] = None,
+    host_capacity: Annotated[
+        str | None,
+        option(
+            "Blocks of a second tier, into which evicted ones go. [dim](none)[/dim]",
+            "Cache",
+            metavar="BLOCKS|SHARE%",
+        ),
+    ] = None,
     ttl: Annotated[
         float | None,
         option(
@@ -262,6 +270,7 @@ def simulate(
     options = SimulateOptions(
         trace=trace,
         policy=policy,
+        host_capacity=host_capacity,
         ttl=ttl,
         plot=plot,
         model=model,

@@ -186,3 +186,16 @@ def test_a_mistake_is_status_2_and_one_line(tmp_path, arguments):
     done = run_command(tmp_path, "simulate", *arguments)
     assert (done.status, done.output) == (2, "")
     assert "error:" in done.errors
+
+
+def test_a_second_tier_adds_to_the_first():
+    """Blocks go down instead of away: the traffic adds up, and the hits are those of both."""
+    trace = trace_of([(i, 100 + i) for i in range(8)] * 4)
+    keys = make_keys(trace)
+    alone = replay(trace, keys, POLICIES["lru"], 8)
+    below = replay(trace, keys, POLICIES["lru"], 8, host_capacity=16)
+    assert sum(alone.hits) == 0
+    assert sum(below.hits) == 3 * 16
+    assert below.host.num_hits == 3 * 16
+    assert below.host.num_evicted == 0
+    assert below.host.num_stored == 16  # never copied twice

@@ -150,6 +150,8 @@ def test_a_hit_that_costs_more_than_computing_is_not_taken(path):
 class FaultyStorage:
     """A disk on which every access can fail, be short or give other bytes."""
 
+    is_memory = False
+
     def __init__(self, storage, seed, write_faults, read_faults):
         self._storage = storage
         self._rng = random.Random(seed)

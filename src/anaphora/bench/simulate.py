@@ -29,7 +29,9 @@ from anaphora.cache.eviction import POLICIES, EvictionPolicy
 from anaphora.cache.hashing import HASH_BYTES, BlockHash, BlockHasher, BlockKey
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import Admission, CacheManager
+from anaphora.cache.pool import BlockRecord
 from anaphora.cache.shares import Owner
+from anaphora.cache.tiers import Mover, Transfer
 from anaphora.config import DEFAULT_MODEL
 from anaphora.errors import ConfigError, RequestError
 from anaphora.llm import TextSide
@@ -56,11 +58,61 @@ class _Sequence:
     block_table: array.array[int] = dataclasses.field(default_factory=lambda: array.array("i"))
 
 
+class _Slots:
+    """A lower tier's storage of blocks without bytes."""
+
+    is_memory = True
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    def block_view(self, _block_id: int) -> memoryview:
+        return memoryview(b"")
+
+    def write(self, _slot: int, _record: BlockRecord, _data: memoryview, /) -> None:
+        pass
+
+    def read(self, _slot: int, _record: BlockRecord, _into: memoryview, /) -> None:
+        pass
+
+    def erase(self, _slot: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _InstantMover(Mover):
+    """Moves nothing, in no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrived: list[Transfer] = []
+
+    def submit(self, transfer: Transfer, _data: memoryview) -> None:
+        self._arrived.append(transfer)
+
+    def poll(self, _timeout: float | None = 0.0) -> list[Transfer]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+
+@dataclasses.dataclass(frozen=True)
+class TierTraffic:
+    """What went to and from a second tier, in blocks over the whole trace."""
+
+    capacity: int
+    num_hits: int  # blocks that were fetched, so that they needed no computation
+    num_stored: int
+    num_evicted: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Replay:
     """What one policy did with one capacity."""
 
-    hits: list[int]  # blocks found, by request
+    hits: list[int]  # blocks found, by request, in either tier
+    host: TierTraffic | None
     num_evicted: int
     seconds: float  # it took
 
@@ -83,22 +135,31 @@ def replay(
     policy: Callable[[int], EvictionPolicy],
     capacity: int,
     notice: Notice = lambda _: None,
+    *,
+    host_capacity: int = 0,
 ) -> Replay:
-    """Sends all requests through a cache of ``capacity`` blocks.
+    """Sends all requests through a cache of ``capacity`` blocks, and ``host_capacity`` below them.
 
     Of a prompt that is larger than the cache, the beginning is computed there.
     """
-    manager = CacheManager(
-        Hierarchy(capacity, new_policy=policy), 1, BlockHasher(bytes(HASH_BYTES), {})
+    hierarchy = Hierarchy(
+        capacity,
+        _Slots(capacity),
+        {"host": _Slots(host_capacity)} if host_capacity else {},
+        new_policy=policy,
+        mover=_InstantMover(),
     )
+    manager = CacheManager(hierarchy, 1, BlockHasher(bytes(HASH_BYTES), {}))
     hits: list[int] = []
     start = time.perf_counter()
     for number, request in enumerate(trace.requests):
         block_keys = [keys[block] for block in request.blocks[:capacity]]
         seq = _Sequence([0] * len(block_keys), block_keys)
         match = manager.match(seq)
-        hits.append(len(match.found))
+        hits.append(len(match.found) + len(match.below))
         manager.start(seq, match)
+        while match.below and not manager.poll():
+            pass
         if not manager.allocate(seq, len(block_keys)):
             raise AssertionError("an idle cache has no room for what fits into it")
         num_before, seq.num_computed_tokens = seq.num_computed_tokens, len(block_keys)
@@ -106,7 +167,12 @@ def replay(
         manager.free(seq)
         if number % 64 == 0:
             notice(number)
-    return Replay(hits, manager.pool.num_evicted, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    host = None
+    for tier in hierarchy.lower:
+        stats, evicted = tier.stats, tier.pool.num_evicted
+        host = TierTraffic(host_capacity, stats.num_loads, stats.num_stores, evicted)
+    return Replay(hits, host, manager.pool.num_evicted, seconds)
 
 
 def hit_rate(trace: Trace, hits: Sequence[int], first: int) -> float:
@@ -152,6 +218,7 @@ class SimulateOptions:
     trace: str
     policy: str = "reuse"
     capacities: tuple[str, ...] = ("1%", "2%", "5%", "10%", "20%")  # blocks, or of the unique ones
+    host_capacity: str | None = None  # as one of ``capacities``, of a second tier
     ttl: float | None = None  # seconds
     plot: Path | None = None
     model: str = DEFAULT_MODEL  # whose tokenizer reads logs of requests
@@ -172,14 +239,16 @@ class SimulateOptions:
             raise ConfigError(f"--in-flight is {self.reading.in_flight}; it must be at least 1")
         for capacity in self.capacities:
             parse_capacity(capacity, 1)
+        if self.host_capacity is not None:
+            parse_capacity(self.host_capacity, 1, "--host-capacity")
 
 
-def parse_capacity(text: str, num_unique: int) -> int:
+def parse_capacity(text: str, num_unique: int, option: str = "--capacity") -> int:
     """Blocks, from a number or from a share such as ``2.5%``. Raises ``ConfigError``."""
     match = re.fullmatch(r"(\d{1,12})|(\d{1,3}(?:\.\d+)?)%", text)
     if match is None or float(match[1] or match[2]) == 0:
         raise ConfigError(
-            f"--capacity {text}: give blocks, for example 3000, or a share of the trace's "
+            f"{option} {text}: give blocks, for example 3000, or a share of the trace's "
             "different blocks, for example 5%"
         )
     if match[1] is not None:
@@ -199,6 +268,7 @@ class Point:
     lru_all: float
     optimum_all: float
     num_evicted: int  # blocks, by the policy
+    host: TierTraffic | None  # the policy's
     microseconds_per_visit: float  # of a block by a request; the cache's share and the policy's
 
     @property
@@ -239,8 +309,15 @@ class Simulation:
             title=f"{escape(self.trace)}: {self.num_requests:,} requests, "
             f"{self.num_unique_blocks:,} different blocks of {self.block_size} tokens",
         )
-        names = ("blocks", self.policy, "LRU", "optimum", "gap closed", "evicted", "µs a visit")
-        for name in names:
+        for name in (
+            "blocks",
+            self.policy,
+            "LRU",
+            "optimum",
+            "gap closed",
+            "evicted",
+            "µs a visit",
+        ):
             table.add_column(name, justify="right")
         for point in self.points:
             gap = point.gap_closed
@@ -256,6 +333,14 @@ class Simulation:
             f"Token hit rate over the last half of the requests, after the first half; with room "
             f"for everything it is {self.ceiling:.4f}."
         )
+        for point in self.points:
+            if point.host is not None:
+                console.print(
+                    f"Below {point.capacity:,} blocks, {point.host.capacity:,} in host memory: "
+                    f"{point.host.num_stored:,} copied down, {point.host.num_hits:,} fetched "
+                    f"again, {point.host.num_evicted:,} evicted there. The optimum is that of one "
+                    "cache as large as both."
+                )
         if self.lifetime is not None:
             console.print(
                 f"Without a limit but with {self.lifetime.ttl:g} s to live since the latest use: "
@@ -324,8 +409,15 @@ def run(options: SimulateOptions) -> Simulation:
         points = []
         for text in options.capacities:
             capacity = parse_capacity(text, trace.num_unique)
+            host_capacity = (
+                parse_capacity(options.host_capacity, trace.num_unique)
+                if options.host_capacity is not None
+                else 0
+            )
 
-            def replay_(name: str, capacity: int = capacity) -> Replay:
+            def replay_(
+                name: str, capacity: int = capacity, host_capacity: int = host_capacity
+            ) -> Replay:
                 progress.update(task, description=f"{name}, {capacity:,} blocks")
                 return replay(
                     trace,
@@ -333,11 +425,12 @@ def run(options: SimulateOptions) -> Simulation:
                     POLICIES[name],
                     capacity,
                     lambda done: progress.update(task, completed=done),
+                    host_capacity=host_capacity,
                 )
 
             ours, lru = replay_(options.policy), replay_("lru")
             progress.update(task, description=f"optimum, {capacity:,} blocks")
-            optimum = optimal_hits(trace, capacity)
+            optimum = optimal_hits(trace, capacity + host_capacity)
             points.append(_point(trace, capacity, ours, lru, optimum))
     return Simulation(
         trace=trace.name,
@@ -363,6 +456,7 @@ def _point(trace: Trace, capacity: int, ours: Replay, lru: Replay, optimum: list
         lru_all=hit_rate(trace, lru.hits, 0),
         optimum_all=hit_rate(trace, optimum, 0),
         num_evicted=ours.num_evicted,
+        host=ours.host,
         microseconds_per_visit=ours.seconds / max(1, trace.num_visits) * 1e6,
     )
 

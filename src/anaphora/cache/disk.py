@@ -60,6 +60,8 @@ class DiskStorage:
     process loses none that were written.
     """
 
+    is_memory = False
+
     def __init__(self, file: BlockFile, file_key: bytes, clock: _Clock) -> None:
         """Use ``volatile`` or ``persistent``."""
         self.num_slots = file.layout.num_slots

@@ -13,7 +13,6 @@ from anaphora.cache.history import History, LossReason
 from anaphora.cache.pool import Block, BlockPool, BlockRecord
 from anaphora.cache.shares import Limits, Share
 from anaphora.cache.tiers import (
-    HostMemory,
     LowerTier,
     Memory,
     Mover,
@@ -75,7 +74,7 @@ class Hierarchy:
         self.device.pool.on_starved = functools.partial(self.poll, None)
 
     def _erase(self, tier: Tier, block_id: int) -> None:
-        if isinstance(tier, LowerTier) and not isinstance(tier.storage, HostMemory):
+        if isinstance(tier, LowerTier) and not tier.storage.is_memory:
             self._mover.erase(tier.storage, block_id)
         else:
             view = self._view(tier, block_id)
@@ -261,7 +260,7 @@ class Hierarchy:
 
     def _store_now(self, tier: Tier, block: Block, lower: LowerTier) -> None:
         """More blocks are needed than were prepared: memory is quick enough, a disk is not."""
-        if not isinstance(lower.storage, HostMemory) or not lower.pool.can_take:
+        if not lower.storage.is_memory or not lower.pool.can_take:
             lower.stats.num_stores_dropped += 1
             return
         record, slot = block.record, lower.pool.take(block.owner)

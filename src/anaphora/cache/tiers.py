@@ -42,6 +42,11 @@ class Storage(Protocol):
     def num_slots(self) -> int:
         """How many blocks fit."""
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether its bytes can be looked at (``Memory``), and copying takes no longer than that:
+        then the step loop may do it itself."""
+
     def write(self, slot: int, record: BlockRecord, data: memoryview, /) -> None:
         """Raises ``OSError``."""
 
@@ -57,6 +62,8 @@ class Storage(Protocol):
 
 class HostMemory:
     """Tier 2: memory of this process, beside the K/V store. Stays out of core dumps."""
+
+    is_memory = True
 
     def __init__(self, capacity: int, block_bytes: int, *, lock: bool = False) -> None:
         """``capacity`` in bytes. Raises ``ConfigError``."""
@@ -241,16 +248,14 @@ class _Worker:
 
     def _work_off(self) -> bool:
         """Waits for jobs and does them. It returns each time, so as to hold on to none of them."""
-        job = self._todo.get()
         done: list[Transfer] = []
-        while job is not None and len(done) < _MAX_BATCH:
+        while job := self._todo.get():
             work, transfer = job
             work()
             if transfer is not None:
                 done.append(transfer)
-            if self._todo.empty():
+            if self._todo.empty() or len(done) == _MAX_BATCH:
                 break
-            job = self._todo.get()
         if done:
             self._ended.put(done)
         return job is not None
