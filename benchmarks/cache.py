@@ -244,7 +244,7 @@ async def one_sweep(policy: str, workload: str, num_blocks: int) -> tuple[list, 
 
 def sweep() -> list[str]:
     lines = []
-    cases = [("reuse", "batch"), ("lru", "batch"), ("reuse", "interactive"), ("lru", "interactive")]
+    cases = [("reuse", "batch"), ("lru", "interactive"), ("lru", "batch")]
     for policy, workload in track(cases, "batch sweep", console=console):
         alone, beside = asyncio.run(one_sweep(policy, workload, num_blocks=240))
         ttft = [median_ms([seconds for seconds, _, _ in turns]) for turns in (alone, beside)]

@@ -419,3 +419,23 @@ def test_the_least_urgent_is_preempted(tiny_path):
     assert seq_outputs[0].num_cached_tokens == 0
     # the urgent one never started again: it would have found its own blocks
     assert driver.engine.stats().prefix_cache_hits == 0
+
+
+def test_long_prompts_are_hashed_beside_the_step_loop(tiny_path):
+    """Others go on meanwhile; an abort on the way leaves nothing; the hit comes all the same."""
+    driver = make_driver(tiny_path, num_blocks=400)
+    first = driver.add(prompt(1, 3000), max_tokens=2)
+    assert driver.engine.scheduler.waiting == {}
+    assert driver.engine.has_work
+    short = driver.add(prompt(2, 20), max_tokens=2)
+    assert next(iter(driver.engine.scheduler.waiting)).request_id == short
+    driver.finish()
+    assert len(driver.tokens(first)) == len(driver.tokens(short)) == 2
+    gone = driver.add(prompt(3, 3000))
+    driver.engine.abort(gone)
+    driver.finish()
+    assert driver.outputs[f"{gone}/0"] == []
+    both = driver.add(prompt(1, 3000), max_tokens=2, n=2)
+    driver.finish()
+    assert driver.num_cached(both) == 3000 // 16 * 16
+    assert driver.tokens(both, 0) == driver.tokens(both, 1) == driver.tokens(first)

@@ -319,7 +319,7 @@ class BlockPool:
         """The lowest score over all groups that may lose a block."""
         best: tuple[float, Block] | None = None
         for group, policy in self._policies.items():
-            if not group or may_go(group):
+            if may_go(group):
                 found = policy.peek()
                 if found is not None and (best is None or found[0] < best[0]):
                     best = found

@@ -170,7 +170,7 @@ class Scheduler:
             self.loading.remove(seq)
             self.cache.free(seq)
         else:
-            del self.waiting[seq]
+            self.waiting.pop(seq, None)  # its prompt may still be being hashed
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
 
