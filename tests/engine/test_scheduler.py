@@ -439,3 +439,20 @@ def test_long_prompts_are_hashed_beside_the_step_loop(tiny_path):
     driver.finish()
     assert driver.num_cached(both) == 3000 // 16 * 16
     assert driver.tokens(both, 0) == driver.tokens(both, 1) == driver.tokens(first)
+
+
+def test_batch_rows_make_room_for_an_urgent_prompt(tiny_path):
+    """It starts at once although rows hold all blocks; they lose little and end with their bits."""
+    driver = make_driver(tiny_path, num_blocks=40, max_num_batched_tokens=64)
+    expected = [driver.run(prompt(i, 150), max_tokens=30)[0] for i in range(4)]
+    driver.forget()
+    rows = [driver.add(prompt(i, 150), workload="batch", max_tokens=30) for i in range(4)]
+    for _ in range(15):
+        driver.step()
+    urgent = driver.add(prompt(9, 300), max_tokens=4)
+    for _ in range(5):
+        driver.step()
+    assert driver.tokens(urgent)
+    driver.finish()
+    for row, logits in zip(rows, expected, strict=True):
+        assert_bit_equal(driver.result(row), logits)

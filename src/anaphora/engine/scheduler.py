@@ -68,7 +68,7 @@ class Scheduler:
             self._run(seq)
 
     def _schedule_running(self, chunks: list[Chunk]) -> int:
-        """Decodes before prefills in progress, these by kind of work, and in start order.
+        """By kind of work, then decodes before prefills in progress, then in start order.
 
         Returns the budget that is left.
         """
@@ -91,14 +91,14 @@ class Scheduler:
             if self.reclaim is not None and self.reclaim():
                 continue
             victim = max(reversed(self.running), key=_rank)  # of the least urgent the latest
-            self._preempt(victim)
-            chunks[:] = [chunk for chunk in chunks if chunk.seq is not victim]
+            self._preempt(victim, chunks)
             if victim is seq:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, chunks: list[Chunk]) -> None:
         """Back to the front of the queue; its full blocks stay findable, so little is lost."""
+        chunks[:] = [chunk for chunk in chunks if chunk.seq is not seq]
         self.running.remove(seq)
         self.cache.free(seq)
         seq.status = SequenceStatus.WAITING
@@ -121,6 +121,12 @@ class Scheduler:
             seq.awaited_hash = self.cache.find_awaited(seq, len(match.found))
             if seq.awaited_hash is not None:
                 continue
+            while not self.cache.can_start(match, len(seq.token_ids)) and self.running:
+                victim = max(reversed(self.running), key=_rank)
+                if _rank(victim) <= _rank(seq):
+                    break
+                self._preempt(victim, chunks)  # less urgent work makes room
+                budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
             if not self.cache.can_start(match, len(seq.token_ids)):
                 if self.reclaim is not None and self.reclaim():
                     continue  # the next step starts it
@@ -197,9 +203,9 @@ def _rank(seq: Sequence) -> int:
     return WORKLOADS.index(seq.owner.workload)
 
 
-def _urgency(seq: Sequence) -> tuple[bool, int]:
-    is_prefill = _num_uncomputed(seq) > 1
-    return is_prefill, _rank(seq) if is_prefill else 0
+def _urgency(seq: Sequence) -> tuple[int, bool]:
+    """Of one kind of work decodes come first; the next kind takes what is left."""
+    return _rank(seq), _num_uncomputed(seq) > 1
 
 
 def _num_uncomputed(seq: Sequence) -> int:
