@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+from pathlib import Path
 
 import pytest
 
-from anaphora.machine import usable_cores, usable_memory
+from anaphora.machine import map_memory, usable_cores, usable_memory
 
 GIB = 2**30
 
@@ -47,3 +50,27 @@ def test_a_cgroup_limits_the_cores(tmp_path, monkeypatch, quota, expected):
     mine.write_text("0::/box\n")
     (root / "box" / "cpu.max").write_text(quota)
     assert usable_cores(root, mine) == expected
+
+
+def test_locked_memory_is_locked_and_stays_out_of_core_dumps():
+    def locked_kib():
+        [line] = [li for li in Path("/proc/self/status").read_text().splitlines() if "VmLck" in li]
+        return int(line.split()[1])
+
+    before = locked_kib()
+    size = 4 * 2**20
+    memory = map_memory(size, option="--kv-cache-memory", lock=True)
+    assert locked_kib() - before == size // 1024
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert "dd" in flags_of(address)  # don't dump
+
+
+def flags_of(address):
+    """The kernel's flags of the memory area that holds ``address``."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            holds = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif holds and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("nothing is mapped there")

@@ -174,6 +174,9 @@ class FaultyStorage:
     def erase(self, slot):
         self._storage.erase(slot)
 
+    def sync(self):
+        self._storage.sync()
+
     def close(self):
         self._storage.close()
 

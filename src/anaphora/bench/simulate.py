@@ -78,6 +78,9 @@ class _Slots:
     def erase(self, _slot: int) -> None:
         pass
 
+    def sync(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

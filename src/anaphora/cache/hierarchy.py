@@ -315,6 +315,8 @@ class Hierarchy:
                 if is_wanted(block) and block.key is not None:
                     self.history.record(block.key.block_hash, "purged", tier.name)
             counts[tier.name] = tier.pool.purge(is_wanted)
+            if isinstance(tier, LowerTier) and not tier.storage.is_memory:
+                self._mover.sync(tier.storage)
         return counts
 
     def restore(self, name: str, entries: Iterable[tuple[int, BlockRecord]]) -> int:

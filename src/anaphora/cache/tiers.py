@@ -56,6 +56,9 @@ class Storage(Protocol):
     def erase(self, slot: int) -> None:
         """Leaves nothing of the block that can be read. Raises ``OSError``."""
 
+    def sync(self) -> None:
+        """What was erased stays so, also after a power cut. Raises ``OSError``."""
+
     def close(self) -> None:
         """Gives the storage back."""
 
@@ -89,6 +92,9 @@ class HostMemory:
     def erase(self, slot: int) -> None:
         """As ``Storage`` says."""
         self.block_view(slot)[:] = bytes(self._block_bytes)
+
+    def sync(self) -> None:
+        """As ``Storage`` says."""
 
     def close(self) -> None:
         """As ``Storage`` says."""
@@ -205,7 +211,11 @@ class Mover:
 
     def erase(self, storage: Storage, slot: int) -> None:
         """Erases soon: after all stores so far and before all later ones."""
-        self._stores.submit(lambda: _erase(storage, slot), None)
+        self._stores.submit(lambda: _finally_gone(lambda: storage.erase(slot)), None)
+
+    def sync(self, storage: Storage) -> None:
+        """After a purge: what was erased stays so."""
+        self._stores.submit(lambda: _finally_gone(storage.sync), None)
 
     def poll(self, timeout: float | None = 0.0) -> list[Transfer]:
         """What has ended; waits up to ``timeout`` seconds for some, with None as long as needed."""
@@ -266,8 +276,8 @@ class _Worker:
             self._thread.join()
 
 
-def _erase(storage: Storage, slot: int) -> None:
+def _finally_gone(work: Callable[[], None]) -> None:
     try:
-        storage.erase(slot)
+        work()
     except OSError as error:
         logger.error("a purged block could not be erased: %s", error)
