@@ -148,3 +148,14 @@ def test_pins_give_way_before_a_request_fails():
     for number in range(20):
         cache.run(unique(number)[:5], tenant="bob")
     assert sum(cache.run([5, 5, 6, 6, 7, 7, 7]).hits.values()) == 6
+
+
+def test_a_public_prefix_is_purged_with_what_comes_after_it():
+    cache = Cache(30, [8], public=[[5, 5, 6, 6]])
+    for tenant in ("alice", "bob"):
+        cache.run([5, 5, 6, 6, 7, 7, 7], tenant=tenant)
+        cache.run([8, 8, 9], tenant=tenant)
+    assert cache.manager.purge(tenant="*")["device"].blocks == 2 + 2
+    cache.check()
+    assert sum(cache.run([8, 8, 9]).hits.values()) == 2
+    assert sum(cache.run([5, 5, 6, 6, 7, 7, 7]).hits.values()) == 0

@@ -481,17 +481,17 @@ class CacheManager:
     ) -> dict[str, PurgeCounts]:
         """Forgets and erases in all tiers what belongs to all the given; everything if none is.
 
-        ``prefix``: the last full block of these tokens and all that comes after it. What running
+        ``prefix``: the last full block of these tokens and all that comes after it. The tenant
+        ``PUBLIC_TENANT`` stands for the public prefixes and all that comes after them. What running
         requests hold is found by nobody any more, and is erased when they end.
         """
         wanted: set[BlockHash] | None = None
         if prefix is not None:
-            keys = self._keys_of(*prefix)
-            wanted = {key.block_hash for key in keys[-1:]}
-            for block_hash in list(wanted):
-                for _, block in self.hierarchy.descendants(block_hash):
-                    assert block.key is not None
-                    wanted.add(block.key.block_hash)
+            wanted = set()
+            for key in self._keys_of(*prefix)[-1:]:
+                wanted |= {key.block_hash, *self._hashes_after(key.block_hash)}
+        elif tenant == PUBLIC_TENANT:  # with what tenants have after it, which would be stranded
+            tenant, wanted = None, self._hashes_after(self._public_root)
 
         def is_wanted(block: Block) -> bool:
             return (
@@ -506,6 +506,10 @@ class CacheManager:
             name: PurgeCounts(blocks=blocks, in_use=in_use)
             for name, (blocks, in_use) in counts.items()
         }
+
+    def _hashes_after(self, block_hash: BlockHash) -> set[BlockHash]:
+        blocks = (block for _, block in self.hierarchy.descendants(block_hash))
+        return {block.key.block_hash for block in blocks if block.key is not None}
 
     def _keys_of(self, scope: CacheScope, token_ids: Sequence[int]) -> list[BlockKey]:
         num_public = self.num_public_blocks(token_ids, scope)
