@@ -25,6 +25,7 @@ MissReason = Literal[
     "never_seen",
     "diverged",  # known prompts go on differently
     "evicted",
+    "over_share",  # not kept: its tenant or class had its maximum already
     "purged",
     "damaged",  # it could not be read back
     "recompute_cheaper",  # than fetching it from a lower tier

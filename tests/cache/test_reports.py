@@ -8,6 +8,7 @@ from anaphora.cache.eviction import LRU
 from anaphora.cache.hashing import BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
+from anaphora.cache.shares import parse_shares
 from anaphora.types import MISS_REASONS, CacheScope
 from tests.cache.test_manager import Cache, Seq
 
@@ -26,9 +27,10 @@ def test_each_reason_is_told():
 
     cache = Cache(12, [4], policy=LRU)
     tell(cache.run(PROMPT), "never_seen")
-    tell(cache.run(PROMPT), "no_full_block", hits={"device": 8})
+    tell(cache.run(PROMPT), "no_full_block", hits={"device": 8, "host": 0})
     tell(cache.run([5, 5, 6, 4, *PROMPT[4:]]), "diverged", first_differing_token=3)
-    tell(cache.run([1, *PROMPT[1:]]), "diverged", first_differing_token=0)
+    tell(cache.run([5, 1, *PROMPT[2:]]), "diverged", first_differing_token=1)
+    tell(cache.run([1, *PROMPT[1:]]), "never_seen")
     tell(cache.run(PROMPT, salt="s"), "other_scope")
     tell(cache.run(PROMPT, tenant="bob"), "never_seen")
     for number in range(5):
@@ -52,6 +54,10 @@ def test_each_reason_is_told():
     cache.settle()
     tell(cache.manager.report(seq), "damaged", lost_from="host")
     cache.manager.free(seq)
+
+    cache = Cache(12, [], shares=parse_shares(["class:batch=0:10"]))
+    cache.run(PROMPT, workload="batch")
+    tell(cache.run(PROMPT, workload="batch"), "over_share", hits={"device": 2})
 
     off = CacheManager(Hierarchy(12), 2, BlockHasher(bytes(32), {}), enable_caching=False)
     seq = Seq(off, PROMPT, CacheScope())

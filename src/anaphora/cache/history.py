@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from anaphora.cache.hashing import BlockHash
 
-LossReason = Literal["evicted", "purged", "damaged"]
+LossReason = Literal["evicted", "over_share", "purged", "damaged"]
 
 
 class Loss(NamedTuple):

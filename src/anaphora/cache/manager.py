@@ -323,10 +323,11 @@ class CacheManager:
     def _explain(self, seq: Cacheable, num_missed: int) -> CacheReport:
         assert seq.admission is not None
         left, hits = seq.num_computed_tokens, {}
-        sources = {self.hierarchy.device.name: seq.admission.num_found, **seq.admission.num_loaded}
-        for name, num_blocks in sources.items():
-            hits[name] = min(left, num_blocks * self.block_size)
-            left -= hits[name]
+        for tier in self.hierarchy.tiers:
+            is_device = tier is self.hierarchy.device
+            num = seq.admission.num_found if is_device else seq.admission.num_loaded[tier.name]
+            hits[tier.name] = min(left, num * self.block_size)
+            left -= hits[tier.name]
         index = seq.num_found_tokens // self.block_size
         explain = functools.partial(CacheReport, hits=hits, num_missed_tokens=num_missed)
         if not self.enable_caching:
@@ -342,10 +343,10 @@ class CacheManager:
             return explain(miss_reason=loss.reason, lost_from=loss.tier, lost_seconds_ago=age)
         if index == 0 and (other := self._find_other_scope(seq, key)) is not None:
             return explain(miss_reason=other)
-        position = self._first_differing(seq, key)
-        if position is None:
+        num_equal = self._first_differing(seq, key)
+        if num_equal is None or index + num_equal == 0:  # nothing begins as it does
             return explain(miss_reason="never_seen")
-        position += index * self.block_size
+        position = index * self.block_size + num_equal
         return explain(miss_reason="diverged", first_differing_token=position)
 
     def _first_differing(self, seq: Cacheable, key: BlockKey) -> int | None:
@@ -402,8 +403,11 @@ class CacheManager:
                 self.pool.release([block])
                 seq.block_table[index] = known.block_id
             elif self._is_findable_before(seq, index):
-                self.pool.publish(block, key, index, self._owner(seq, index))
-                self.hierarchy.history.discard(key.block_hash)
+                history = self.hierarchy.history
+                if self.pool.publish(block, key, index, self._owner(seq, index)):
+                    history.discard(key.block_hash)
+                else:
+                    history.record(key.block_hash, "over_share", self.hierarchy.device.name)
             self._retract(seq, key)
 
     def _is_findable_before(self, seq: Cacheable, index: int) -> bool:

@@ -64,7 +64,11 @@ _TIER_GAUGES = (
 _TIER_COUNTERS = (
     ("hit_tokens", "Prompt tokens whose computation was skipped thanks to the tier."),
     ("evicted_blocks", "Cached blocks given up for new ones."),
-    ("refused_blocks", "Blocks not kept, because their owner has its maximum share."),
+    (
+        "refused_blocks",
+        "Times that a prompt's next block, and so all after it, was not kept, because its owner "
+        "has its maximum share already.",
+    ),
     ("guarantees_broken", "Blocks taken from a guaranteed share, or pinned, for want of others."),
     ("stored_blocks", "Blocks copied down into the tier."),
     ("stored_bytes", "Bytes copied down into the tier."),
