@@ -118,7 +118,11 @@ EvictionPolicy = Annotated[
 ]
 AuditHits = Annotated[
     float,
-    option("Part of the hits that are computed again and compared, 0 to 1.", "Cache"),
+    option(
+        "Part of the hits, 0 to 1, that are computed again and compared: one at a time, while the "
+        "server is idle; others are counted as skipped.",
+        "Cache",
+    ),
 ]
 SwapSpace = Annotated[
     int,
