@@ -159,10 +159,10 @@ def test_after_preemption(driver, prompt, cold):
     request_id = driver.add(prompt)
     while len(driver.outputs[f"{request_id}/0"]) < 3:
         driver.step()
-    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0])
+    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], [])
     driver.step()
     driver.forget()  # and once its blocks are gone too
-    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0])
+    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], [])
     driver.finish()
     assert driver.num_cached(request_id) == 0
     assert_bit_equal(driver.result(request_id), cold)
