@@ -27,7 +27,9 @@ CACHE_TOKENS = 5648  # what 128 MiB hold; less than the model's 8192
 
 @pytest.fixture(scope="module")
 def server(smollm2_path, tmp_path_factory):
-    arguments = [str(smollm2_path), "--served-model-name", MODEL, "--kv-cache-memory", "512MiB"]
+    arguments = [str(smollm2_path), "--served-model-name", MODEL, "--kv-cache-memory", "128MiB"]
+    # It is full for most of the tests, and they ask for what was asked a moment ago.
+    arguments += ["--eviction-policy", "lru"]
     keys = ["--api-key", f"ada={ADA}", "--api-key", f"ben={BEN}"]
     with serving(tmp_path_factory.mktemp("serve"), *arguments, *keys, key=ADA) as running:
         yield running
