@@ -89,7 +89,7 @@ def test_the_counters_are_the_sum_of_the_reports():
     assert stats.num_hits == sum(sum(report.hits.values()) for report in reports)
     assert stats.num_queries == 9 + 9 + 5 + 1 + 3 + 9
     assert sum(stats.missed_because.values()) == stats.num_queries - stats.num_hits
-    assert sum(tier.num_hit_tokens for tier in cache.hierarchy.tiers) == stats.num_hits
+    assert sum(tier.counters.hit_tokens for tier in cache.hierarchy.tiers) == stats.num_hits
 
 
 def test_what_follows_a_public_prefix_is_not_compared_between_tenants():

@@ -122,7 +122,7 @@ def test_pins_have_a_quota_and_an_end():
     with pytest.raises(QuotaExceeded, match="a tenant may pin 10 tokens; 6 are pinned"):
         manager.pin(CacheScope("alice"), [8, 8, 9, 9, 8, 8], 1000.0)
     manager.pin(CacheScope("alice"), [5, 5, 6, 6], 1000.0)  # the same blocks count once
-    assert manager.pins.num_pinned_blocks == 3
+    assert manager.pool.num_pinned == 3
     with pytest.raises(InvalidRequest, match="nothing of this prefix is cached"):
         manager.pin(CacheScope("bob"), [5, 5, 6, 6, 7, 7], 1000.0)
     now = [0.0]

@@ -56,6 +56,27 @@ def test_a_wrong_block_is_found_dropped_and_computed_again(driver, caplog):
     assert driver.engine.stats().num_audit_mismatches == 1
 
 
+def test_what_was_computed_from_a_wrong_block_is_erased_below_as_well(driver):
+    """Else a disk that is kept would give it back after a restart."""
+    run(driver, prompt(1, 300))
+    hierarchy = driver.engine.cache.hierarchy
+    pool, [host] = hierarchy.device.pool, hierarchy.lower
+    for block in list(pool.findable()):
+        hierarchy._store_now(hierarchy.device, block, host)
+    assert host.pool.num_findable == pool.num_findable == 19
+    bad = next(block for block in pool.blocks if block.key is not None and block.depth == 7)
+    hierarchy.drop(bad.key)
+    hierarchy.check()
+    for tier, view in (
+        (hierarchy.device, driver.engine.runner.store.block_view),
+        (host, host.storage.block_view),
+    ):
+        assert {block.depth for block in tier.pool.findable()} == set(range(7))
+        written = [b for b in tier.pool.blocks if b.key is None and b.depth >= 7]
+        assert len(written) == 12
+        assert not any(any(view(block.block_id)) for block in written)
+
+
 def test_requests_come_first(driver):
     """An audit waits while there is work, and gives way when blocks are short."""
     run(driver, prompt(1, 400))

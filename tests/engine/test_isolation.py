@@ -67,9 +67,10 @@ def kolmogorov_smirnov(one, other):
     return np.abs(at[0] / len(one) - at[1] / len(other)).max()
 
 
-def test_time_to_first_token_tells_nothing(tiny_path):
+@pytest.mark.parametrize("name", TIERS)
+def test_time_to_first_token_tells_nothing(tiny_path, tmp_path, name):
     """A two-sample test on 250 pairs: prompts that alice asked before, and fresh ones."""
-    driver = make_driver(tiny_path, num_blocks=600)
+    driver = open_tier(tiny_path, tmp_path, name)
     rng = random.Random(1)
 
     def seconds(tokens, tenant):

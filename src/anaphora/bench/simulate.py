@@ -173,8 +173,8 @@ def replay(
     seconds = time.perf_counter() - start
     host = None
     for tier in hierarchy.lower:
-        stats, evicted = tier.stats, tier.pool.num_evicted
-        host = TierTraffic(host_capacity, stats.num_loads, stats.num_stores, evicted)
+        counters, evicted = tier.counters, tier.pool.num_evicted
+        host = TierTraffic(host_capacity, counters.loaded_blocks, counters.stored_blocks, evicted)
     return Replay(hits, host, manager.pool.num_evicted, seconds)
 
 

@@ -74,11 +74,13 @@ class Hierarchy:
         self.device.pool.on_starved = functools.partial(self.poll, None)
 
     def _erase(self, tier: Tier, block_id: int) -> None:
-        if isinstance(tier, LowerTier) and not tier.storage.is_memory:
-            self._mover.erase(tier.storage, block_id)
-        else:
+        if not isinstance(tier, LowerTier):
             view = self._view(tier, block_id)
             view[:] = bytes(len(view))
+        elif tier.storage.is_memory:
+            tier.storage.erase(block_id)
+        else:
+            self._mover.erase(tier.storage, block_id)
 
     @property
     def num_under_way(self) -> int:
@@ -131,7 +133,7 @@ class Hierarchy:
         """These are going to be computed again, because fetching them takes longer."""
         for tier, _ in found:
             tier.load_time.hope()
-            tier.stats.num_recomputed += 1
+            tier.counters.recomputed_blocks += 1
 
     def load(
         self,
@@ -205,13 +207,13 @@ class Hierarchy:
         lower.num_pending -= 1
         key = transfer.record.key
         if transfer.error is not None:
-            lower.stats.num_stores_failed += 1
+            lower.counters.failed_stores += 1
             logger.warning("a block could not be stored in tier %s: %s", lower.name, transfer.error)
         elif block.key is not key or not self._has_parent(transfer.record):
             slot.must_erase = True  # purged on the way
         elif self._publish_below(lower, slot, transfer.record):
-            lower.stats.num_stores += 1
-            lower.stats.store_seconds += transfer.seconds
+            lower.counters.stored_blocks += 1
+            lower.counters.store_seconds += transfer.seconds
         lower.pool.release([slot])
         upper.pool.release([block])
 
@@ -220,7 +222,7 @@ class Hierarchy:
         if slot.key is not key:
             transfer.error = DamagedBlock("purged on the way")
         elif transfer.error is not None:
-            lower.stats.num_loads_failed += 1
+            lower.counters.failed_loads += 1
             logger.warning("a block of tier %s is lost: %s", lower.name, transfer.error)
             slot.must_erase = True
             lower.pool.forget(slot)
@@ -228,8 +230,8 @@ class Hierarchy:
                 self._lose(key.block_hash, "damaged", lower)
         else:
             lower.load_time.add(transfer.seconds)
-            lower.stats.num_loads += 1
-            lower.stats.load_seconds += transfer.seconds
+            lower.counters.loaded_blocks += 1
+            lower.counters.load_seconds += transfer.seconds
             lower.pool.hit(slot, transfer.record.owner)
         transfer.on_end(transfer)
         lower.pool.release([slot])
@@ -261,15 +263,15 @@ class Hierarchy:
     def _store_now(self, tier: Tier, block: Block, lower: LowerTier) -> None:
         """More blocks are needed than were prepared: memory is quick enough, a disk is not."""
         if not lower.storage.is_memory or not lower.pool.can_take:
-            lower.stats.num_stores_dropped += 1
+            lower.counters.dropped_blocks += 1
             return
         record, slot = block.record, lower.pool.take(block.owner)
         transfer = Transfer(False, tier, block, lower, slot, record, _ignore)
         transfer.run(self._view(tier, block.block_id))
         # The room may have been its parent's, without which it is lost.
         if block.key is not None and self._publish_below(lower, slot, record):
-            lower.stats.num_stores += 1
-            lower.stats.store_seconds += transfer.seconds
+            lower.counters.stored_blocks += 1
+            lower.counters.store_seconds += transfer.seconds
         lower.pool.release([slot])
 
     def _lose(self, block_hash: BlockHash, reason: LossReason, tier: Tier) -> None:
@@ -281,13 +283,14 @@ class Hierarchy:
             other.pool.forget(block)
 
     def drop(self, key: BlockKey) -> None:
-        """Forgets a block in all tiers because its bytes are wrong, and all that comes after."""
-        for tier in self.tiers:
-            block = tier.pool.find(key)
-            if block is not None:
+        """Forgets and erases a block in all tiers because its bytes are wrong, and all that was
+        computed from them: a tier that is kept must not give it back after a restart."""
+        found = [(tier, tier.pool.find(key)) for tier in self.tiers]
+        for tier, block in [*found, *self.descendants(key.block_hash)]:
+            if block is not None and block.key is not None:
+                self.history.record(block.key.block_hash, "damaged", tier.name)
                 block.must_erase = True
                 tier.pool.forget(block)
-        self._lose(key.block_hash, "damaged", self.device)
 
     def descendants(self, block_hash: BlockHash) -> list[tuple[Tier, Block]]:
         """All copies of all blocks that come after this one."""

@@ -137,16 +137,22 @@ class CacheManager:
             }
         )
 
-    def num_public_blocks(self, token_ids: Sequence[int], scope: CacheScope) -> int:
+    def num_public_blocks(self, token_ids: list[int], scope: CacheScope) -> int:
         """Full blocks at the start of a prompt that all tenants share: those in a public prefix.
 
         None for a request that narrows its sharing, or uses an adapter.
         """
         if scope.cache_salt or scope.prompt_cache_key or scope.adapter or not self.enable_caching:
             return 0
-        return max((_num_equal(token_ids, p) for p in self._public_prefixes), default=0) // (
-            self.block_size
-        )
+        size, longest = self.block_size, 0
+        for prefix in self._public_prefixes:
+            num_blocks = 0
+            for end in range(size, min(len(prefix), len(token_ids)) + 1, size):
+                if prefix[end - size : end] != token_ids[end - size : end]:
+                    break
+                num_blocks += 1
+            longest = max(longest, num_blocks)
+        return longest
 
     def match(self, seq: Cacheable) -> Match:
         """The longest run of blocks at the start of ``seq`` that some tier has. Changes no block.
@@ -234,11 +240,11 @@ class CacheManager:
             return
         num_blocks = min(len(admission.to_load), max(_MIN_LOADS, num_ready), self.pool.num_free)
         end = functools.partial(self._end_load, seq, admission)
+        admission.num_loading += num_blocks  # all at once: taking a block may end earlier loads
         for _ in range(num_blocks):
             tier, slot, record = admission.to_load.popleft()
             block = self.pool.take(seq.owner)
             seq.block_table.append(block.block_id)
-            admission.num_loading += 1
             self.hierarchy.load(tier, slot, record, block, end)
         if num_blocks == 0:  # the others took all
             self._load_no_more(admission)
@@ -310,7 +316,7 @@ class CacheManager:
             stats.num_queries += num_prompt
             stats.num_hits += num_cached
             for tier in self.hierarchy.tiers:
-                tier.num_hit_tokens += report.hits.get(tier.name, 0)
+                tier.counters.hit_tokens += report.hits[tier.name]
         stats.queries_of[seq.owner.workload] += num_prompt
         stats.hits_of[seq.owner.workload] += num_cached
         stats.tenant_queries[seq.owner.tenant] += num_prompt
@@ -465,7 +471,7 @@ class CacheManager:
             keys.append(BlockKey(self._hasher.child(hashed_parent, tokens), parent, tokens))
         return keys[index]
 
-    def pin(self, scope: CacheScope, token_ids: Sequence[int], seconds: float) -> PinInfo:
+    def pin(self, scope: CacheScope, token_ids: list[int], seconds: float) -> PinInfo:
         """Keeps the blocks of a prefix that are in tier 1 now. Raises ``RequestError``."""
         keys = self._keys_of(scope, token_ids)
         found = [key.block_hash for key in keys if self.pool.find(key) is not None]
@@ -481,7 +487,7 @@ class CacheManager:
         *,
         tenant: str | None = None,
         adapter: str | None = None,
-        prefix: tuple[CacheScope, Sequence[int]] | None = None,
+        prefix: tuple[CacheScope, list[int]] | None = None,
     ) -> dict[str, PurgeCounts]:
         """Forgets and erases in all tiers what belongs to all the given; everything if none is.
 
@@ -515,9 +521,9 @@ class CacheManager:
         blocks = (block for _, block in self.hierarchy.descendants(block_hash))
         return {block.key.block_hash for block in blocks if block.key is not None}
 
-    def _keys_of(self, scope: CacheScope, token_ids: Sequence[int]) -> list[BlockKey]:
+    def _keys_of(self, scope: CacheScope, token_ids: list[int]) -> list[BlockKey]:
         num_public = self.num_public_blocks(token_ids, scope)
-        prefix = Prefix(list(token_ids), self.root(scope), num_public)
+        prefix = Prefix(token_ids, self.root(scope), num_public)
         self.compute_keys(prefix)
         return prefix.block_keys
 
@@ -529,16 +535,8 @@ class CacheManager:
             assert seq.admission is not None, "a sequence without blocks is announced as computing"
 
 
-def _num_equal(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    for index, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-        if one != other:
-            return index
-    return min(len(mine), len(theirs))
-
-
 def _num_equal_tokens(mine: bytes, theirs: bytes) -> int:
-    """As ``_num_equal``, of encoded tokens."""
+    """Tokens of the common beginning of two blocks."""
     for start in range(0, len(mine), _TOKEN_BYTES):
         if mine[start : start + _TOKEN_BYTES] != theirs[start : start + _TOKEN_BYTES]:
             return start // _TOKEN_BYTES

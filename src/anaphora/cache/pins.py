@@ -38,11 +38,6 @@ class Pins:
         self._pins: dict[str, _Pin] = {}
         self._next_expiry = float("inf")
 
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Distinct blocks that have pins."""
-        return len(self._hashes(None))
-
     def add(self, tenant: str, hashes: Sequence[BlockHash], seconds: float) -> PinInfo:
         """Keeps blocks for ``seconds``. Raises ``QuotaExceeded``."""
         self.expire()

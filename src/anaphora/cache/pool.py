@@ -99,6 +99,11 @@ class BlockPool:
         return len(self._findable)
 
     @property
+    def num_pinned(self) -> int:
+        """Different blocks that have pins, here or not."""
+        return len(self._num_pins)
+
+    @property
     def num_ready(self) -> int:
         """Blocks that ``take`` gives without choosing a victim."""
         return len(self._empty) + len(self._leaving)

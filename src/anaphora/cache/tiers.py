@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 from anaphora.cache.pool import Block, BlockPool, BlockRecord
 from anaphora.errors import DamagedBlock
 from anaphora.machine import map_memory
+from anaphora.types import TierCounters
 
 logger = logging.getLogger(__name__)
 
@@ -128,27 +129,13 @@ class Estimate:
             self.seconds *= _HOPE
 
 
-@dataclasses.dataclass(slots=True)
-class TierStats:
-    """Counters of a lower tier since the start, in blocks and seconds."""
-
-    num_stores: int = 0
-    num_loads: int = 0
-    num_stores_dropped: int = 0  # for want of time: the blocks are lost
-    num_stores_failed: int = 0
-    num_loads_failed: int = 0
-    num_recomputed: int = 0  # found here, but computing again is cheaper
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
-
-
 class Tier:
     """One tier: which blocks it has, and where their bytes are."""
 
     def __init__(self, name: str, pool: BlockPool) -> None:
         self.name = name
         self.pool = pool
-        self.num_hit_tokens = 0  # of prompts, counted when their computation is skipped
+        self.counters = TierCounters()  # of what the pool does not count itself
 
 
 class LowerTier(Tier):
@@ -157,7 +144,6 @@ class LowerTier(Tier):
     def __init__(self, name: str, pool: BlockPool, storage: Storage) -> None:
         super().__init__(name, pool)
         self.storage = storage
-        self.stats = TierStats()
         self.load_time = Estimate()  # of one block, on the thread that loads
         self.num_pending = 0  # stores on their way
 
@@ -211,11 +197,11 @@ class Mover:
 
     def erase(self, storage: Storage, slot: int) -> None:
         """Erases soon: after all stores so far and before all later ones."""
-        self._stores.submit(lambda: _finally_gone(lambda: storage.erase(slot)), None)
+        self._stores.submit(lambda: _or_log(lambda: storage.erase(slot)), None)
 
     def sync(self, storage: Storage) -> None:
         """After a purge: what was erased stays so."""
-        self._stores.submit(lambda: _finally_gone(storage.sync), None)
+        self._stores.submit(lambda: _or_log(storage.sync), None)
 
     def poll(self, timeout: float | None = 0.0) -> list[Transfer]:
         """What has ended; waits up to ``timeout`` seconds for some, with None as long as needed."""
@@ -276,7 +262,7 @@ class _Worker:
             self._thread.join()
 
 
-def _finally_gone(work: Callable[[], None]) -> None:
+def _or_log(work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:

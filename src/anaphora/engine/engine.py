@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from concurrent import futures
 from pathlib import Path
 
+import msgspec
+
 from anaphora.cache.disk import DiskStorage
 from anaphora.cache.disk_key import hash_secret, read_key_file
 from anaphora.cache.eviction import POLICIES
@@ -16,7 +18,7 @@ from anaphora.cache.hashing import HASH_BYTES, BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.shares import Owner, parse_shares
-from anaphora.cache.tiers import LowerTier, Tier
+from anaphora.cache.tiers import Tier
 from anaphora.config import EngineConfig
 from anaphora.engine import sampler
 from anaphora.engine.audit import Auditor
@@ -95,14 +97,16 @@ class Engine:
             "kv_dtype": layout.dtype.encode(),
             "block_size": layout.block_size.to_bytes(4, "little"),
         }
-        secret = os.urandom(HASH_BYTES)
+        disk_key, secret = None, os.urandom(HASH_BYTES)
         if config.disk_cache_key_file is not None:  # blocks have to be found after a restart
-            secret = hash_secret(read_key_file(Path(config.disk_cache_key_file)))
+            disk_key = read_key_file(Path(config.disk_cache_key_file))
+            secret = hash_secret(disk_key)
         kv_bytes = num_blocks * layout.block_bytes
         storages = create_storages(
             config,
             taken_bytes=model.weight_bytes + kv_bytes,
             block_bytes=layout.block_bytes,
+            disk_key=disk_key,
             identity=BlockHasher(secret, model_fields).root({}),
         )
         self.info = ModelInfo(
@@ -332,7 +336,7 @@ class Engine:
             num_evicted_blocks=pool.num_evicted,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
-            num_pinned_blocks=self.cache.pins.num_pinned_blocks,
+            num_pinned_blocks=pool.num_pinned,
             num_audited_blocks=self.auditor.num_blocks,
             num_audits_skipped=self.auditor.num_skipped,
             num_audit_mismatches=self.auditor.num_mismatches,
@@ -346,28 +350,17 @@ class Engine:
         )
 
     def _count(self, tier: Tier) -> TierCounters:
-        pool = tier.pool
-        counters = TierCounters(
+        pool, counters = tier.pool, tier.counters
+        return msgspec.structs.replace(
+            counters,
             num_blocks=len(pool.blocks),
             num_cached_blocks=pool.num_findable,
-            hit_tokens=tier.num_hit_tokens,
             evicted_blocks=pool.num_evicted,
             refused_blocks=pool.num_refused,
             guarantees_broken=pool.num_guarantees_broken,
+            stored_bytes=counters.stored_blocks * self._block_bytes,
+            loaded_bytes=counters.loaded_blocks * self._block_bytes,
         )
-        if isinstance(tier, LowerTier):
-            stats, size = tier.stats, self._block_bytes
-            counters.stored_blocks, counters.stored_bytes = (
-                stats.num_stores,
-                stats.num_stores * size,
-            )
-            counters.loaded_blocks, counters.loaded_bytes = stats.num_loads, stats.num_loads * size
-            counters.store_seconds, counters.load_seconds = stats.store_seconds, stats.load_seconds
-            counters.dropped_blocks = stats.num_stores_dropped
-            counters.failed_stores = stats.num_stores_failed
-            counters.failed_loads = stats.num_loads_failed
-            counters.recomputed_blocks = stats.num_recomputed
-        return counters
 
 
 def _let_others_run() -> None:

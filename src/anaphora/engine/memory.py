@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from anaphora.cache.disk import DiskStorage
-from anaphora.cache.disk_key import read_key_file
 from anaphora.cache.tiers import HostMemory, Storage
 from anaphora.config import EngineConfig, format_size
 from anaphora.errors import ConfigError
@@ -57,12 +56,18 @@ def plan_max_model_len(
 
 
 def create_storages(
-    config: EngineConfig, *, taken_bytes: int, block_bytes: int, identity: bytes
+    config: EngineConfig,
+    *,
+    taken_bytes: int,
+    block_bytes: int,
+    disk_key: bytes | None,
+    identity: bytes,
 ) -> dict[str, Storage]:
     """The tiers below the K/V store, the highest first. Raises ``ConfigError``.
 
-    ``taken_bytes``: memory that weights and K/V store need. ``identity``: what the bytes in a block
-    depend on besides its key.
+    ``taken_bytes``: memory that weights and K/V store need. ``disk_key``: the operator's, if blocks
+    are to be found after a restart. ``identity``: what the bytes in a block depend on besides its
+    key.
     """
     storages: dict[str, Storage] = {}
     if config.swap_space:
@@ -81,14 +86,14 @@ def create_storages(
         storages["host"] = HostMemory(config.swap_space, block_bytes, lock=config.lock_memory)
     if config.disk_cache is not None and config.disk_cache_size is not None:
         directory, size = Path(config.disk_cache), config.disk_cache_size
-        if config.disk_cache_key_file is None:
+        if disk_key is None:
             storages["disk"] = DiskStorage.volatile(directory, size, block_bytes)
         else:
             storages["disk"] = DiskStorage.persistent(
                 directory,
                 size,
                 block_bytes,
-                key=read_key_file(Path(config.disk_cache_key_file)),
+                key=disk_key,
                 identity=identity,
                 ttl_seconds=config.disk_cache_ttl,
             )

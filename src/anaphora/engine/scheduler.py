@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from anaphora.cache.manager import CacheManager, Match
 from anaphora.engine.sequence import Sequence, SequenceStatus
-from anaphora.types import WORKLOADS, FinishReason
+from anaphora.types import FinishReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class Scheduler:
     def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> None:
         """Starts sequences in turn, except those whose next blocks another one is computing."""
         num_matched_against = 0
+        if budget == 0 or len(self.running) + len(self.loading) == self.max_num_seqs:
+            return  # before thousands are sorted
         for seq in sorted(self.waiting, key=_rank):  # stable
             if budget == 0 or len(self.running) + len(self.loading) == self.max_num_seqs:
                 break
@@ -123,7 +126,7 @@ class Scheduler:
                 continue
             while not self.cache.can_start(match, len(seq.token_ids)) and self.running:
                 victim = max(reversed(self.running), key=_rank)
-                if _rank(victim) <= _rank(seq):
+                if victim.rank <= seq.rank:
                     break
                 self._preempt(victim, chunks)  # less urgent work makes room
                 budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
@@ -198,14 +201,12 @@ class Scheduler:
         assert not any(seq.block_table for seq in self.waiting)
 
 
-def _rank(seq: Sequence) -> int:
-    """0 for the most urgent kind of work."""
-    return WORKLOADS.index(seq.owner.workload)
+_rank = operator.attrgetter("rank")
 
 
 def _urgency(seq: Sequence) -> tuple[int, bool]:
     """Of one kind of work decodes come first; the next kind takes what is left."""
-    return _rank(seq), _num_uncomputed(seq) > 1
+    return seq.rank, _num_uncomputed(seq) > 1
 
 
 def _num_uncomputed(seq: Sequence) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.manager import Admission
 from anaphora.cache.shares import Owner
-from anaphora.types import CacheReport, FinishReason, SamplingParams
+from anaphora.types import WORKLOADS, CacheReport, FinishReason, SamplingParams
 
 
 class SequenceStatus(enum.Enum):
@@ -56,6 +56,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.root_hash = root_hash
         self.owner = owner  # of the blocks that it computes
+        self.rank = WORKLOADS.index(owner.workload)  # 0 for the most urgent kind of work
         self.num_public_blocks = num_public_blocks  # at its start, shared by all tenants
 
         # Filled by the scheduler.
