@@ -17,6 +17,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -242,19 +243,17 @@ async def one_sweep(policy: str, workload: str, num_blocks: int) -> tuple[list, 
         await llm.close()
 
 
-def sweep() -> list[str]:
-    lines = []
+def sweep() -> Iterator[str]:
     cases = [("reuse", "batch"), ("lru", "interactive"), ("lru", "batch")]
     for policy, workload in track(cases, "batch sweep", console=console):
         alone, beside = asyncio.run(one_sweep(policy, workload, num_blocks=240))
         ttft = [median_ms([seconds for seconds, _, _ in turns]) for turns in (alone, beside)]
         hits = [statistics.mean(cached for _, cached, _ in turns) for turns in (alone, beside)]
-        lines.append(
+        yield (
             f"{policy}, rows sent as {workload}: TTFT alone {ttft[0]:.0f} ms, beside the rows "
             f"{ttft[1]:.0f} ms ({ttft[1] / ttft[0] - 1:+.0%}); cached tokens a turn "
             f"{hits[0]:,.0f} alone, {hits[1]:,.0f} beside ({len(beside)} turns)"
         )
-    return lines
 
 
 PARTS = {"overheads": overheads, "restore": restore, "sweep": sweep}

@@ -26,6 +26,8 @@ from tests.server.running import wait_until
 COMMAND = Path(sysconfig.get_path("scripts")) / "anaphora"
 TIMEOUT = 120  # seconds; nothing here takes so long unless it hangs
 _URL = re.compile(r"(http://\S+)/v1\b")
+# No package index: what is not in place cannot be fetched.
+NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
 
 
 def environment(temporary: str, changes: Mapping[str, str]) -> dict[str, str]:

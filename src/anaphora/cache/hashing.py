@@ -11,11 +11,12 @@ from __future__ import annotations
 import array
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 32
+TOKEN_BYTES = 4
 LAYOUT_VERSION = 2  # of the K/V bytes in a block; part of every key
 
 
@@ -59,7 +60,7 @@ class BlockHasher:
         """The hash of a full block with ``tokens`` (``encode_tokens``) after ``parent``."""
         digest = self._block.copy()
         digest.update(parent + tokens)
-        return BlockHash(digest.digest())
+        return cast("BlockHash", digest.digest())
 
     def branch(self, root: BlockHash, public: BlockHash) -> BlockHash:
         """What a private block hashes as its parent when it follows a block that all share."""

@@ -11,7 +11,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from anaphora.cache.hashing import BlockHash, BlockHasher, BlockKey, encode_tokens
+from anaphora.cache.hashing import (
+    TOKEN_BYTES,
+    BlockHash,
+    BlockHasher,
+    BlockKey,
+    encode_tokens,
+)
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.pins import Pins
 from anaphora.cache.pool import Block, BlockPool, BlockRecord
@@ -24,7 +30,6 @@ from anaphora.types import CacheReport, CacheScope, MissReason, PinInfo, PurgeCo
 NUM_ALWAYS_COMPUTED = 1
 PUBLIC_TENANT = "*"  # whose blocks all tenants share; no key can have this name
 _KEYS_BETWEEN_YIELDS = 64
-_TOKEN_BYTES = 4
 _MAX_COMPARED = 64  # prompts that one is compared with, to say where it differs
 _MIN_LOADS = 4  # at once, also if they push out blocks that were not copied down yet
 _MAX_REMEMBERED = 4096  # beginnings of prompts, to tell other scopes apart
@@ -436,9 +441,10 @@ class CacheManager:
 
         ``yield_`` is called now and then, for when another thread wants to go on meanwhile.
         """
-        for index in range(len(seq.block_keys), self._num_matchable(seq)):
-            self._key(seq, index)
-            if yield_ is not None and index % _KEYS_BETWEEN_YIELDS == 0:
+        num_keys = self._num_matchable(seq)
+        for end in range(len(seq.block_keys), num_keys, _KEYS_BETWEEN_YIELDS):
+            self._add_keys(seq, min(end + _KEYS_BETWEEN_YIELDS, num_keys))
+            if yield_ is not None:
                 yield_()
 
     def _owner(self, seq: Cacheable, index: int) -> Owner:
@@ -456,20 +462,29 @@ class CacheManager:
         return len(seq.token_ids) // self.block_size
 
     def _key(self, seq: Keyed, index: int) -> BlockKey:
-        """The key of block ``index``; the keys of a sequence are computed once and in order."""
-        keys = seq.block_keys
-        while len(keys) <= index:
-            start = len(keys) * self.block_size
-            tokens = encode_tokens(seq.token_ids[start : start + self.block_size])
-            if not keys:
-                parent = self._public_root if seq.num_public_blocks else seq.root_hash
-            else:
-                parent = keys[-1].block_hash
+        """The key of block ``index``."""
+        if index >= len(seq.block_keys):
+            self._add_keys(seq, index + 1)
+        return seq.block_keys[index]
+
+    def _add_keys(self, seq: Keyed, num_keys: int) -> None:
+        """Computes the keys of a sequence up to ``num_keys``, each once and in order."""
+        keys, child = seq.block_keys, self._hasher.child
+        first, num_bytes = len(keys), self.block_size * TOKEN_BYTES
+        encoded = encode_tokens(seq.token_ids[first * self.block_size : num_keys * self.block_size])
+        parent = keys[-1].block_hash if keys else self._first_parent(seq)
+        for index in range(first, num_keys):
+            start = (index - first) * num_bytes
+            tokens = encoded[start : start + num_bytes]
             hashed_parent = parent
-            if keys and len(keys) == seq.num_public_blocks:
+            if index and index == seq.num_public_blocks:
                 hashed_parent = self._hasher.branch(seq.root_hash, parent)
-            keys.append(BlockKey(self._hasher.child(hashed_parent, tokens), parent, tokens))
-        return keys[index]
+            key = BlockKey(child(hashed_parent, tokens), parent, tokens)
+            keys.append(key)
+            parent = key.block_hash
+
+    def _first_parent(self, seq: Keyed) -> BlockHash:
+        return self._public_root if seq.num_public_blocks else seq.root_hash
 
     def pin(self, scope: CacheScope, token_ids: list[int], seconds: float) -> PinInfo:
         """Keeps the blocks of a prefix that are in tier 1 now. Raises ``RequestError``."""
@@ -537,7 +552,7 @@ class CacheManager:
 
 def _num_equal_tokens(mine: bytes, theirs: bytes) -> int:
     """Tokens of the common beginning of two blocks."""
-    for start in range(0, len(mine), _TOKEN_BYTES):
-        if mine[start : start + _TOKEN_BYTES] != theirs[start : start + _TOKEN_BYTES]:
-            return start // _TOKEN_BYTES
-    return len(mine) // _TOKEN_BYTES
+    for start in range(0, len(mine), TOKEN_BYTES):
+        if mine[start : start + TOKEN_BYTES] != theirs[start : start + TOKEN_BYTES]:
+            return start // TOKEN_BYTES
+    return len(mine) // TOKEN_BYTES
