@@ -25,6 +25,7 @@ MissReason = Literal[
     "never_seen",
     "diverged",  # known prompts go on differently
     "evicted",
+    "window_lost",  # its blocks are there, but not what windowed layers see before the next one
     "over_share",  # not kept: its tenant or class had its maximum already
     "purged",
     "damaged",  # it could not be read back

@@ -16,6 +16,7 @@ from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.shares import Owner, Share
 from anaphora.cache.tiers import HostMemory, Mover
+from anaphora.cache.windows import Window, WindowState
 from anaphora.errors import DamagedBlock, RequestError
 from anaphora.types import CacheScope
 
@@ -32,23 +33,24 @@ class LateMover(Mover):
         self.waiting = []
         self.done = []
 
-    def submit(self, transfer, data):
+    def submit(self, transfer, pieces):
         self.num_under_way += 1
         self.num_loading += transfer.is_load
-        self.waiting.append((transfer, data))
+        self.waiting.append((transfer, pieces))
 
     def run_next(self, *, loads, fail=False):
         """Runs the oldest load, or the oldest store."""
         wanted = [pair for pair in self.waiting if pair[0].is_load == loads]
         if not wanted:
             return
-        transfer, data = wanted[0]
+        transfer, pieces = wanted[0]
         self.waiting.remove(wanted[0])
         if fail:
-            data[:4] = b"junk" if transfer.is_load else data[:4]
+            if transfer.is_load:
+                pieces.views[0][:4] = b"junk"
             transfer.error = DamagedBlock("injected") if transfer.is_load else OSError("injected")
         else:
-            transfer.run(data)
+            transfer.run(pieces)
         self.done.append(transfer)
 
     def run_all(self):
@@ -78,6 +80,7 @@ class Seq:
         self.admission = None
         self.num_computed_tokens = self.num_found_tokens = 0
         self.block_table = array.array("i")
+        self.window = WindowState()
         self.block_keys = []
 
 
@@ -91,8 +94,9 @@ class Store:
         return memoryview(self.bytes)[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES]
 
 
-def content(key):
-    return hashlib.blake2b(key.block_hash).digest() * (BLOCK_BYTES // 64)
+def content(key, page=0):
+    """Of the block, or of one page of its window part."""
+    return hashlib.blake2b(key.block_hash, salt=bytes([page])).digest() * (BLOCK_BYTES // 64)
 
 
 class Cache:
@@ -108,13 +112,15 @@ class Cache:
         reserve=2,
         public=(),
         pin_quota=1.0,
+        window=None,
     ):
         self.store = Store(num_blocks)
         self.mover = LateMover()
+        self.num_pages = 1 + (window.num_pages if window else 0)
         names = ("host", "disk")
+        size = self.num_pages * BLOCK_BYTES
         self.storages = {
-            name: HostMemory(slots * BLOCK_BYTES, BLOCK_BYTES)
-            for name, slots in zip(names, lower, strict=False)
+            name: HostMemory(slots * size, size) for name, slots in zip(names, lower, strict=False)
         }
         self.hierarchy = Hierarchy(
             num_blocks,
@@ -123,6 +129,7 @@ class Cache:
             shares=shares,
             new_policy=policy,
             reserve=reserve,
+            window=window,
             mover=self.mover,
         )
         self.manager = CacheManager(
@@ -154,14 +161,29 @@ class Cache:
         if not self.manager.allocate(seq, before + num_tokens):
             return False
         self.manager.compute_keys(seq)
+        self.look(seq)
         for index in range(before // BLOCK, (before + num_tokens) // BLOCK):
             if index * BLOCK >= seq.num_found_tokens:  # found blocks are never written
                 block = self.manager.pool.blocks[seq.block_table[index]]
                 assert block.key is None
                 self.store.block_view(block.block_id)[:] = content(seq.block_keys[index])
+                for page, table in enumerate(seq.window.tables, 1):
+                    self.store.block_view(table[index])[:] = content(seq.block_keys[index], page)
         seq.num_computed_tokens += num_tokens
         self.manager.commit(seq, before)
         return True
+
+    def look(self, seq):
+        """What attention reads is what it should be."""
+        end = seq.num_computed_tokens // BLOCK
+        windows = self.manager.windows
+        first = windows.first_seen(seq.num_computed_tokens) if windows else end
+        tables = [(0, 0, seq.block_table)]
+        tables += [(page, first, table) for page, table in enumerate(seq.window.tables, 1)]
+        for page, begin, table in tables:
+            for index in range(begin, end):
+                view = self.store.block_view(table[index])
+                assert view == content(seq.block_keys[index], page)
 
     def run(self, tokens, **scope):
         """Starts, loads, computes and ends one sequence; its report."""
@@ -194,7 +216,17 @@ class Cache:
         for tier in self.hierarchy.tiers:
             memory = self.store if tier is self.hierarchy.device else tier.storage
             for block in tier.pool.findable():
-                assert memory.block_view(block.block_id) == content(block.key)
+                view = memory.block_view(block.block_id)
+                assert view[:BLOCK_BYTES] == content(block.key)
+                views = [view[i * BLOCK_BYTES :][:BLOCK_BYTES] for i in range(1, self.num_pages)]
+                if tier is self.hierarchy.device:
+                    pages = block.window.pages if block.window else ()
+                    is_full = block.window is None or block.window.num_readers == 0
+                    views = [memory.block_view(page.block_id) for page in pages] if is_full else []
+                elif not block.has_window:
+                    continue
+                for page, part in enumerate(views, 1):
+                    assert part == content(block.key, page)
 
 
 PROMPTS = st.builds(
@@ -214,8 +246,16 @@ class CacheMachine(RuleBasedStateMachine):
         has_public=st.booleans(),
         reserve=st.integers(0, 4),
         policy=st.sampled_from(list(POLICIES.values())),
+        num_pages=st.integers(0, 2),
+        num_seen=st.integers(1, 7),
     )
-    def create(self, num_blocks, lower, has_shares, has_public, reserve, policy):
+    def create(
+        self, num_blocks, lower, has_shares, has_public, reserve, policy, num_pages, num_seen
+    ):
+        window = None
+        if num_pages:
+            window = Window(num_tokens=num_seen, num_pages=num_pages, block_size=BLOCK, max_chunk=5)
+            num_blocks *= 1 + num_pages
         shares = (Share("class:batch", 0, 0.3), Share("tenant:alice", 0.3, 0.8))
         self.cache = Cache(
             num_blocks,
@@ -224,6 +264,7 @@ class CacheMachine(RuleBasedStateMachine):
             public=[[1, 1, 1, 2]] if has_public else (),
             reserve=reserve,
             policy=policy,
+            window=window,
         )
         self.manager = self.cache.manager
         self.running = []
@@ -325,7 +366,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
         assert not self.manager._computing
         for tier in self.cache.hierarchy.tiers:
-            assert tier.pool.num_free == len(tier.pool.blocks)
+            assert tier.pool.num_available == len(tier.pool.blocks)
         self.manager.purge()
         self.cache.settle()
         for tier in self.cache.hierarchy.tiers:

@@ -7,7 +7,7 @@ import pytest
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.pool import Block, BlockPool, BlockRecord
 from anaphora.cache.shares import Owner
-from anaphora.cache.tiers import LowerTier, Mover, Tier, Transfer
+from anaphora.cache.tiers import LowerTier, Mover, Pieces, Tier, Transfer
 
 
 class Recorder:
@@ -44,7 +44,7 @@ def test_all_that_is_submitted_ends(count, is_load):
     record = BlockRecord(BlockKey(BlockHash(b""), BlockHash(b""), b""), 0, Owner("t", "batch"))
     for slot in range(count):
         transfer = Transfer(is_load, upper, Block(slot), lower, Block(slot), record, print)
-        mover.submit(transfer, memoryview(b""))
+        mover.submit(transfer, Pieces((memoryview(b""),), 0))
         if not is_load and slot % 50 == 7:
             mover.erase(storage, slot)
     ended = []

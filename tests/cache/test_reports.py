@@ -9,6 +9,7 @@ from anaphora.cache.hashing import BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.shares import parse_shares
+from anaphora.cache.windows import Window
 from anaphora.types import MISS_REASONS, CacheScope
 from tests.cache.test_manager import Cache, Seq
 
@@ -58,6 +59,14 @@ def test_each_reason_is_told():
     cache = Cache(12, [], shares=parse_shares(["class:batch=0:10"]))
     cache.run(PROMPT, workload="batch")
     tell(cache.run(PROMPT, workload="batch"), "over_share", hits={"device": 2})
+
+    window = Window(num_tokens=3, num_pages=1, block_size=2, max_chunk=4)
+    cache = Cache(40, [], window=window)
+    cache.run(PROMPT)
+    while cache.manager.pool.reclaim(None):
+        pass
+    tell(cache.run(PROMPT), "window_lost", hits={"device": 0})
+    tell(cache.run(PROMPT), "no_full_block", hits={"device": 8})
 
     off = CacheManager(Hierarchy(12), 2, BlockHasher(bytes(32), {}), enable_caching=False)
     seq = Seq(off, PROMPT, CacheScope())

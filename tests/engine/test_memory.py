@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from anaphora.cache.windows import Window
 from anaphora.config import EngineConfig
 from anaphora.engine import memory
 from anaphora.engine.memory import plan_max_model_len, plan_num_blocks
@@ -30,17 +31,26 @@ def test_too_little_memory_names_the_flag(monkeypatch):
 
 
 def test_the_context_never_exceeds_the_cache():
-    def plan(asked, cache):
+    def plan(asked, num_blocks, window=None):
         config = EngineConfig(max_model_len=asked)
-        return plan_max_model_len(config, max_position_embeddings=1000, num_cache_tokens=cache)
+        return plan_max_model_len(
+            config, max_position_embeddings=1000, num_blocks=num_blocks, window=window
+        )
 
-    assert plan(None, 5000) == 1000
-    assert plan(None, 800) == 800
-    assert plan(600, 800) == 600
+    assert plan(None, 320) == 1000
+    assert plan(None, 50) == 800
+    assert plan(600, 50) == 600
     with pytest.raises(ConfigError, match="trained for 1000"):
-        plan(1001, 5000)
-    with pytest.raises(ConfigError, match="holds 500 tokens"):
-        plan(600, 500)
+        plan(1001, 320)
+    with pytest.raises(ConfigError, match="holds 480 tokens"):
+        plan(600, 30)
+    # With windowed layers the last blocks take more: 7 hold 3 each, the others one.
+    window = Window(num_tokens=48, num_pages=2, block_size=16, max_chunk=32)
+    assert window.max_parts == 7
+    assert plan(None, 7 * 3 + 10, window) == 17 * 16
+    assert plan(None, 8, window) == 2 * 16
+    with pytest.raises(ConfigError, match="raise --kv-cache-memory"):
+        plan(None, 2, window)
 
 
 def test_a_store_that_cannot_be_had_is_a_clear_error():

@@ -10,12 +10,12 @@ import random
 import numpy as np
 import pytest
 
-from anaphora.cache.tiers import Estimate, HostMemory
+from anaphora.cache.tiers import HostMemory
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
 from anaphora.errors import ConfigError, DamagedBlock
 from anaphora.types import CacheScope
-from tests.engine.driving import PatientDriver, assert_bit_equal
+from tests.engine.driving import Always, PatientDriver, assert_bit_equal
 from tests.models.tiny import write_tiny_llama
 
 DTYPES = ("int8", "float32")
@@ -46,13 +46,6 @@ def open_driver(path, dtype="int8", num_blocks=NUM_BLOCKS, **options):
     # The tiny model computes as quickly as a disk reads: without this, fetching is often refused.
     driver.engine.cache.compute_time = Always(1.0)
     return driver
-
-
-class Always(Estimate):
-    """A measurement that nothing changes."""
-
-    def add(self, seconds):
-        pass
 
 
 def make_prompt(seed, length=NUM_PROMPT):

@@ -31,7 +31,8 @@ from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import Admission, CacheManager
 from anaphora.cache.pool import BlockRecord
 from anaphora.cache.shares import Owner
-from anaphora.cache.tiers import Mover, Transfer
+from anaphora.cache.tiers import Mover, Pieces, Transfer
+from anaphora.cache.windows import Window, WindowState
 from anaphora.config import DEFAULT_MODEL
 from anaphora.errors import ConfigError, RequestError
 from anaphora.llm import TextSide
@@ -56,6 +57,7 @@ class _Sequence:
     num_computed_tokens: int = 0
     num_found_tokens: int = 0
     block_table: array.array[int] = dataclasses.field(default_factory=lambda: array.array("i"))
+    window: WindowState = dataclasses.field(default_factory=WindowState)
 
 
 class _Slots:
@@ -92,7 +94,7 @@ class _InstantMover(Mover):
         super().__init__()
         self._arrived: list[Transfer] = []
 
-    def submit(self, transfer: Transfer, _data: memoryview) -> None:
+    def submit(self, transfer: Transfer, _pieces: Pieces) -> None:
         self._arrived.append(transfer)
 
     def poll(self, _timeout: float | None = 0.0) -> list[Transfer]:
@@ -140,33 +142,42 @@ def replay(
     notice: Notice = lambda _: None,
     *,
     host_capacity: int = 0,
+    window: Window | None = None,
 ) -> Replay:
     """Sends all requests through a cache of ``capacity`` blocks, and ``host_capacity`` below them.
 
-    Of a prompt that is larger than the cache, the beginning is computed there.
+    Of a prompt that is larger than the cache, the beginning is computed there. With a ``window``
+    (its sizes in blocks of the trace) blocks are of full layers alone.
     """
     hierarchy = Hierarchy(
         capacity,
         _Slots(capacity),
         {"host": _Slots(host_capacity)} if host_capacity else {},
         new_policy=policy,
+        window=window,
         mover=_InstantMover(),
     )
+    longest = capacity
+    if window is not None:
+        longest = max(1, capacity - window.num_pages * window.max_parts)
     manager = CacheManager(hierarchy, 1, BlockHasher(bytes(HASH_BYTES), {}))
     hits: list[int] = []
     start = time.perf_counter()
     for number, request in enumerate(trace.requests):
-        block_keys = [keys[block] for block in request.blocks[:capacity]]
+        block_keys = [keys[block] for block in request.blocks[:longest]]
         seq = _Sequence([0] * len(block_keys), block_keys)
         match = manager.match(seq)
         hits.append(len(match.found) + len(match.below))
         manager.start(seq, match)
         while match.below and not manager.poll():
             pass
-        if not manager.allocate(seq, len(block_keys)):
-            raise AssertionError("an idle cache has no room for what fits into it")
-        num_before, seq.num_computed_tokens = seq.num_computed_tokens, len(block_keys)
-        manager.commit(seq, num_before)
+        chunk = len(block_keys) if window is None else window.max_chunk
+        while (num_before := seq.num_computed_tokens) < len(block_keys):
+            end = min(num_before + chunk, len(block_keys))
+            if not manager.allocate(seq, end):
+                raise AssertionError("an idle cache has no room for what fits into it")
+            seq.num_computed_tokens = end
+            manager.commit(seq, num_before)
         manager.free(seq)
         if number % 64 == 0:
             notice(number)

@@ -16,10 +16,12 @@ from anaphora.cache.tiers import (
     LowerTier,
     Memory,
     Mover,
+    Pieces,
     Storage,
     Tier,
     Transfer,
 )
+from anaphora.cache.windows import Window, Windows
 from anaphora.errors import DamagedBlock
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Hierarchy:
         shares: Sequence[Share] = (),
         new_policy: Callable[[int], EvictionPolicy] = LRU,
         reserve: int = 0,
+        window: Window | None = None,
         mover: Mover | None = None,
     ) -> None:
         """``num_blocks`` blocks of tier 1, whose bytes are in ``memory``; without it, only who has
@@ -52,13 +55,14 @@ class Hierarchy:
 
         ``storages``: the lower tiers, the highest first. ``new_policy`` makes one for a tier of
         that many blocks. ``reserve``: blocks that a step may take, so that as many are copied down
-        beforehand.
+        beforehand. ``window``: if layers see only so much, and have blocks of their own.
         """
 
         def pool(size: int) -> BlockPool:
             return BlockPool(size, new_policy(size), Limits(shares, size))
 
         self.device = Tier("device", pool(num_blocks))
+        self.windows = None if window is None else Windows(self.device.pool, window)
         self.lower = tuple(
             LowerTier(name, pool(storage.num_slots), storage)
             for name, storage in (storages or {}).items()
@@ -75,7 +79,8 @@ class Hierarchy:
 
     def _erase(self, tier: Tier, block_id: int) -> None:
         if not isinstance(tier, LowerTier):
-            view = self._view(tier, block_id)
+            assert self._memory is not None
+            view = self._memory.block_view(block_id)
             view[:] = bytes(len(view))
         elif tier.storage.is_memory:
             tier.storage.erase(block_id)
@@ -149,7 +154,7 @@ class Hierarchy:
         """
         self.device.pool.hold(into)
         transfer = Transfer(True, self.device, into, tier, slot, record, on_end)
-        self._mover.submit(transfer, self._view(self.device, into.block_id))
+        self._mover.submit(transfer, self._pieces(transfer))
 
     def prepare(self) -> None:
         """Starts to copy down what is going to be evicted, the lowest tier first."""
@@ -186,12 +191,26 @@ class Hierarchy:
             return
         lower.num_pending += 1
         transfer = Transfer(False, upper, block, lower, slot, block.record, _ignore)
-        self._mover.submit(transfer, self._view(upper, block.block_id))
+        self._mover.submit(transfer, self._pieces(transfer))
 
-    def _view(self, tier: Tier, block_id: int) -> memoryview:
+    def _pieces(self, transfer: Transfer) -> Pieces:
+        """Where the upper tier has the bytes. A window part has a reader until ``_end_piece``."""
+        tier, block = transfer.upper, transfer.block
         memory = tier.storage if isinstance(tier, LowerTier) else self._memory
         assert isinstance(memory, Memory)
-        return memory.block_view(block_id)
+        views = [memory.block_view(block.block_id)]
+        if self.windows is None or isinstance(tier, LowerTier):
+            return Pieces(tuple(views), len(views[0]))
+        num_bytes = len(views[0]) * (1 + self.windows.window.num_pages)
+        if block.window is not None:
+            transfer.part = block.window
+            self.windows.hold(block.window)
+            views += [memory.block_view(page.block_id) for page in block.window.pages]
+        return Pieces(tuple(views), num_bytes)
+
+    def _end_pieces(self, transfer: Transfer) -> None:
+        if self.windows is not None and transfer.part is not None:
+            self.windows.release(transfer.part)
 
     def poll(self, timeout: float | None = 0.0) -> None:
         """Takes note of transfers that have ended; waits up to ``timeout`` seconds for one, with
@@ -215,6 +234,7 @@ class Hierarchy:
             lower.counters.stored_blocks += 1
             lower.counters.store_seconds += transfer.seconds
         lower.pool.release([slot])
+        self._end_pieces(transfer)
         upper.pool.release([block])
 
     def _end_load(self, transfer: Transfer) -> None:
@@ -235,6 +255,7 @@ class Hierarchy:
             lower.pool.hit(slot, transfer.record.owner)
         transfer.on_end(transfer)
         lower.pool.release([slot])
+        self._end_pieces(transfer)
         self.device.pool.release([transfer.block])
 
     def _publish_below(self, lower: LowerTier, slot: Block, record: BlockRecord) -> bool:
@@ -267,7 +288,8 @@ class Hierarchy:
             return
         record, slot = block.record, lower.pool.take(block.owner)
         transfer = Transfer(False, tier, block, lower, slot, record, _ignore)
-        transfer.run(self._view(tier, block.block_id))
+        transfer.run(self._pieces(transfer))
+        self._end_pieces(transfer)
         # The room may have been its parent's, without which it is lost.
         if block.key is not None and self._publish_below(lower, slot, record):
             lower.counters.stored_blocks += 1
@@ -367,6 +389,8 @@ class Hierarchy:
 
     def check(self) -> None:
         """Raises AssertionError if an invariant does not hold."""
+        if self.windows is not None:
+            self.windows.check()
         for tier in self.tiers:
             tier.pool.check()
             for block in tier.pool.findable():

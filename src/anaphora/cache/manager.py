@@ -6,6 +6,7 @@ import array
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from anaphora.cache.pins import Pins
 from anaphora.cache.pool import Block, BlockPool, BlockRecord
 from anaphora.cache.shares import Owner
 from anaphora.cache.tiers import Estimate, LowerTier, Transfer
+from anaphora.cache.windows import Windows, WindowState
 from anaphora.errors import InvalidRequest
 from anaphora.types import CacheReport, CacheScope, MissReason, PinInfo, PurgeCounts
 
@@ -42,6 +44,7 @@ class Admission:
     num_found: int  # blocks in tier 1
     num_declined: int  # blocks that a lower tier had, but computing was cheaper
     to_load: collections.deque[tuple[LowerTier, Block, BlockRecord]]  # held; the next ones
+    first_seen: int = 0  # block from which on windowed layers see something
     num_loading: int = 0  # blocks on their way from lower tiers
     num_loaded: Counter[str] = dataclasses.field(default_factory=Counter)  # by tier
 
@@ -73,6 +76,7 @@ class Cacheable(Keyed, Protocol):
     num_computed_tokens: int  # K and V exist for these, and the next step goes on after them
     num_found_tokens: int  # in blocks that it found, which it never writes
     block_table: array.array[int]  # ids of the blocks it holds, in order
+    window: WindowState
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,6 +86,7 @@ class Match:
     found: list[Block]  # in tier 1
     below: list[tuple[LowerTier, Block]]  # right after them, worth fetching
     declined: list[tuple[LowerTier, Block]]  # right after these, but computing is cheaper
+    num_whole: int = 0  # blocks that are there, also those without a window part that it needs
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,9 +123,12 @@ class CacheManager:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.pool: BlockPool = hierarchy.device.pool
+        self.windows = hierarchy.windows
         self.pins = Pins(self.pool, block_size, pin_quota)
         self.stats = CacheStats()
         self.compute_time = Estimate()  # of one token in a prefill
+        # Blocks of the pool that a sequence's next block takes.
+        self._num_pages = 1 + (self.windows.window.num_pages if self.windows else 0)
         self._hasher = hasher
         self._public_root = hasher.root({"public": b""})
         self._public_prefixes = [list(prefix) for prefix in public_prefixes]
@@ -183,7 +191,20 @@ class CacheManager:
         num_worth = self.hierarchy.num_worth_loading(
             below, None if seconds is None else seconds * self.block_size
         )
-        return Match(found, below[:num_worth], below[num_worth:])
+        match = Match(found, below[:num_worth], below[num_worth:], len(found) + num_worth)
+        if self.windows is not None:
+            self._cut(match, self.windows, len(seq.token_ids))
+        return match
+
+    def _cut(self, match: Match, windows: Windows, num_tokens: int) -> None:
+        """Ends the run where windowed layers have what they see."""
+        has_part = [block.window is not None for block in match.found]
+        has_part += [slot.has_window for _, slot in match.below]
+        num_blocks = windows.cut(has_part, num_tokens)
+        if num_blocks < len(has_part):
+            del match.below[max(0, num_blocks - len(match.found)) :]
+            del match.found[num_blocks:]
+            match.declined.clear()
 
     def find_awaited(self, seq: Cacheable, num_found: int) -> BlockHash | None:
         """The last block of the run after those in tier 1 that others are about to bring there.
@@ -204,9 +225,14 @@ class CacheManager:
 
     def can_start(self, match: Match, num_tokens: int) -> bool:
         """Whether a sequence can have what it matched and new blocks for ``num_tokens`` in all."""
-        new = -(-num_tokens // self.block_size) - len(match.found)
-        revived = sum(block.ref_count == 0 for block in match.found)  # free now, not after start
-        return new + revived <= self.pool.num_free
+        num_blocks = -(-num_tokens // self.block_size)
+        needed = num_blocks - len(match.found)
+        needed += sum(block.ref_count == 0 for block in match.found)  # free now, not after start
+        if self.windows is not None:
+            num_hit = len(match.found) + len(match.below)
+            first = self.windows.first_seen(min(num_hit * self.block_size, num_tokens - 1))
+            needed += self.windows.num_new_pages(num_blocks, match.found[first:])
+        return needed <= self.pool.num_available
 
     def num_cached_tokens(self, seq: Cacheable, num_blocks: int) -> int:
         """Tokens of ``seq`` that need no computation with ``num_blocks``: all but the last."""
@@ -221,12 +247,20 @@ class CacheManager:
         assert not seq.block_table
         to_load = collections.deque((tier, slot, slot.record) for tier, slot in match.below)
         seq.admission = Admission(len(match.found), len(match.declined), to_load)
+        if self.windows is not None:
+            num_hit = len(match.found) + len(match.below)
+            end = min(num_hit * self.block_size, len(seq.token_ids) - 1)
+            seq.admission.first_seen = self.windows.first_seen(end)
         for tier, slot in match.below:  # before anything is taken, which may push others out
             tier.pool.hold(slot)
         for block in match.found:
             self.pool.hold(block)
             self.pool.hit(block, seq.owner)
         seq.block_table.extend(block.block_id for block in match.found)
+        if self.windows is not None:
+            num_hit = len(match.found) + len(match.below)
+            self.windows.begin(seq.window, match.found, num_hit, len(seq.token_ids))
+            seq.window.num_wanted = match.num_whole if match.num_whole > num_hit else 0
         self._set_found(seq, len(match.found))
         for index in range(len(match.found), self._num_matchable(seq)):
             self._computing.setdefault(self._key(seq, index).block_hash, seq)
@@ -243,17 +277,31 @@ class CacheManager:
         if num_ready < _MIN_LOADS and self.hierarchy.is_storing:
             self._unfinished.append((seq, admission))  # room is being made
             return
-        num_blocks = min(len(admission.to_load), max(_MIN_LOADS, num_ready), self.pool.num_free)
+        most = min(len(admission.to_load), max(_MIN_LOADS, num_ready))
+        num_blocks = self._num_with_room(admission, most)
         end = functools.partial(self._end_load, seq, admission)
         admission.num_loading += num_blocks  # all at once: taking a block may end earlier loads
         for _ in range(num_blocks):
             tier, slot, record = admission.to_load.popleft()
             block = self.pool.take(seq.owner)
             seq.block_table.append(block.block_id)
+            if self.windows is not None and record.depth >= admission.first_seen:
+                self.windows.extend(seq.window, block, seq.owner)
+            elif self.windows is not None:
+                self.windows.extend_without(seq.window)
             self.hierarchy.load(tier, slot, record, block, end)
         if num_blocks == 0:  # the others took all
-            self._load_no_more(admission)
-            self._loaded.append(seq)
+            self._end_loading(seq, admission)
+
+    def _num_with_room(self, admission: Admission, most: int) -> int:
+        """How many of the next blocks to load, and their window parts, the pool can take."""
+        left, num_blocks = self.pool.num_available, 0
+        for _, _, record in itertools.islice(admission.to_load, most):
+            left -= self._num_pages if record.depth >= admission.first_seen else 1
+            if left < 0:
+                break
+            num_blocks += 1
+        return num_blocks
 
     def _set_found(self, seq: Cacheable, num_blocks: int) -> None:
         seq.num_found_tokens = num_blocks * self.block_size
@@ -261,7 +309,7 @@ class CacheManager:
 
     def _end_load(self, seq: Cacheable, admission: Admission, transfer: Transfer) -> None:
         """One block for ``seq`` has come, or could not; what comes after a gap is not used."""
-        key, depth, owner = transfer.record
+        key, depth, owner, _ = transfer.record
         is_waiting = seq.admission is admission  # not aborted or preempted meanwhile
         is_next = seq.num_found_tokens == depth * self.block_size
         if (
@@ -272,11 +320,13 @@ class CacheManager:
                 else depth == 0 or self.pool.is_staying(key.parent)
             )
             and self.pool.publish(transfer.block, key, depth, owner)
-            and is_waiting
         ):
-            self._set_found(seq, depth + 1)
-            admission.num_loaded[transfer.lower.name] += 1
-            self._retract(seq, key)
+            if is_waiting:
+                self._set_found(seq, depth + 1)
+                admission.num_loaded[transfer.lower.name] += 1
+                self._retract(seq, key)
+            elif depth and not self.pool.is_findable(key.parent):
+                self.pool.forget(transfer.block)  # its owner's maximum cost it its parent
         admission.num_loading -= 1
         if not is_waiting or admission.num_loading:
             return
@@ -284,8 +334,29 @@ class CacheManager:
         if admission.to_load and is_whole:  # else one was lost, and the others are of no use
             self._unfinished.append((seq, admission))
         else:
-            self._load_no_more(admission)
-            self._loaded.append(seq)
+            self._end_loading(seq, admission)
+
+    def _end_loading(self, seq: Cacheable, admission: Admission) -> None:
+        """All has come that will: the sequence can go on after that."""
+        self._load_no_more(admission)
+        if self.windows is not None:
+            self._settle_window(seq, self.windows)
+        self._loaded.append(seq)
+
+    def _settle_window(self, seq: Cacheable, windows: Windows) -> None:
+        """Where blocks were lost on the way, windowed layers may lack what comes before."""
+        num_found, num_tokens = seq.num_found_tokens // self.block_size, len(seq.token_ids)
+        blocks = [self.pool.blocks[block_id] for block_id in seq.block_table]
+        has_part = [block.window is not None for block in blocks[:num_found]]
+        num_blocks = windows.cut(has_part, num_tokens)
+        if num_blocks == len(blocks):
+            return
+        windows.end(seq.window)
+        windows.begin(seq.window, blocks[:num_blocks], num_blocks, num_tokens)
+        self.pool.release(blocks[num_blocks:])
+        del seq.block_table[num_blocks:]
+        seq.window.num_wanted = max(seq.window.num_wanted, num_found)
+        self._set_found(seq, num_blocks)
 
     def _load_no_more(self, admission: Admission) -> None:
         for tier, slot, _ in admission.to_load:
@@ -347,6 +418,8 @@ class CacheManager:
             return explain(miss_reason="no_full_block")
         key = self._key(seq, index)
         loss = self.hierarchy.history.find(key.block_hash)
+        if index < seq.window.num_wanted:
+            return explain(miss_reason="window_lost")
         if seq.admission.num_declined:
             return explain(miss_reason="recompute_cheaper")
         if loss is not None:
@@ -394,15 +467,27 @@ class CacheManager:
     def allocate(self, seq: Cacheable, num_tokens: int) -> bool:
         """Gives ``seq`` blocks for its first ``num_tokens`` tokens, or nothing and False."""
         missing = -(-num_tokens // self.block_size) - len(seq.block_table)
-        if missing > self.pool.num_free:
+        if missing * self._num_pages > self.pool.num_available:
             return False
-        seq.block_table.extend(self.pool.take(seq.owner).block_id for _ in range(missing))
+        for _ in range(missing):
+            block = self.pool.take(seq.owner)
+            seq.block_table.append(block.block_id)
+            if self.windows is not None:
+                self.windows.extend(seq.window, block, seq.owner)
         return True
 
     def commit(self, seq: Cacheable, num_computed_before: int) -> None:
         """Makes the blocks findable that became full since ``num_computed_before``."""
-        if not self.enable_caching:
-            return
+        if self.enable_caching:
+            self._publish(seq, num_computed_before)
+        self.slide(seq)
+
+    def slide(self, seq: Cacheable) -> None:
+        """Gives back what windowed layers see no more."""
+        if self.windows is not None:
+            self.windows.slide(seq.window, seq.num_computed_tokens)
+
+    def _publish(self, seq: Cacheable, num_computed_before: int) -> None:
         full = seq.num_computed_tokens // self.block_size
         first = max(num_computed_before, seq.num_found_tokens) // self.block_size
         for index in range(first, full):
@@ -411,6 +496,8 @@ class CacheManager:
             known = self.pool.find(key)
             if known is not None:  # computed by two at once, with the same bits: keep one of them
                 self.pool.hold(known)
+                if self.windows is not None:
+                    self.windows.share(seq.window, index, known)
                 self.pool.release([block])
                 seq.block_table[index] = known.block_id
             elif self._is_findable_before(seq, index):
@@ -427,6 +514,8 @@ class CacheManager:
 
     def free(self, seq: Cacheable) -> None:
         """Takes everything back from ``seq``: finished, aborted, failed or preempted."""
+        if self.windows is not None:
+            self.windows.end(seq.window)
         self.pool.release([self.pool.blocks[block_id] for block_id in seq.block_table])
         del seq.block_table[:]
         seq.num_computed_tokens = seq.num_found_tokens = 0

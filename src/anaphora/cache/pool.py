@@ -20,6 +20,10 @@ def _nothing(_: Any) -> None:
     pass
 
 
+def _no_parts(_: int | None) -> bool:
+    return False
+
+
 def _fail() -> None:
     raise AssertionError("free blocks, but none can be taken")
 
@@ -30,6 +34,7 @@ class BlockRecord(NamedTuple):
     key: BlockKey
     depth: int  # blocks before it in its prefix
     owner: Owner
+    has_window: bool = False  # whether what windowed layers have of it is there too
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -45,12 +50,32 @@ class Block:
     is_evictable: bool = False
     is_leaving: bool = False  # chosen as a victim, and its bytes go or have gone a tier down
     must_erase: bool = False  # before anyone else gets it
+    unused_since: int = 0  # on the pool's clock
+    window: WindowPart | None = None  # tier 1: if there is one
+    has_window: bool = False  # lower tiers: whether that lies beside it
 
     @property
     def record(self) -> BlockRecord:
         """Of a findable block."""
         assert self.key is not None
-        return BlockRecord(self.key, self.depth, self.owner)
+        has_window = self.has_window or self.window is not None
+        return BlockRecord(self.key, self.depth, self.owner, has_window)
+
+    @property
+    def num_pages(self) -> int:
+        """Blocks that it takes of its pool, with its window part."""
+        return 1 if self.window is None else 1 + len(self.window.pages)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class WindowPart:
+    """What windowed layers have of a block (``windows.py``). Its pages are held by it alone."""
+
+    pages: tuple[Block, ...]
+    block: Block | None  # None once that was forgotten
+    num_readers: int = 1  # sequences that still see it, and transfers
+    is_kept: bool = False  # a prefix ended here, or may do so again
+    unused_since: int = 0  # on the pool's clock
 
 
 class BlockPool:
@@ -60,6 +85,8 @@ class BlockPool:
     it is taken again. ``take`` gives, in this order::
 
         empty | leaving: copied a tier down | evictable, by policy | guaranteed | pinned
+
+    Window parts that nobody reads (``windows.py``) go instead of a block that was used later.
 
     Free + held = total, always. A sequence holds the whole prefix of every block that it holds, so
     the free blocks have a leaf: what is free can be taken, if need be when a copy has ended.
@@ -77,12 +104,19 @@ class BlockPool:
         self.erase: Callable[[int], None] = _nothing
         # Called until a block can be taken: all free ones wait for one that is being copied.
         self.on_starved: Callable[[], None] = _fail
+        # Called with a block that is going to be findable no more.
+        self.on_forget: Callable[[Block], None] = _nothing
+        # Frees a window part unused since before the given time, of any age if that is None;
+        # whether there was one.
+        self.reclaim: Callable[[int | None], bool] = _no_parts
+        self.num_reclaimable = 0  # held blocks that ``reclaim`` can free
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.limits = limits or Limits()
         self.num_free = num_blocks
         self.num_evicted = 0
         self.num_refused = 0  # blocks not kept because their owner has its maximum already
         self.num_guarantees_broken = 0  # else a running sequence could not have gone on
+        self._clock = 0
         self._empty = self.blocks[::-1]
         self._leaving: OrderedDict[int, Block] = OrderedDict()  # free ones, in the order of leaving
         self._pinned: OrderedDict[int, Block] = OrderedDict()  # free leaves that have pins
@@ -109,11 +143,19 @@ class BlockPool:
         return len(self._empty) + len(self._leaving)
 
     @property
+    def num_available(self) -> int:
+        """Blocks that ``take`` could give, one after the other."""
+        return self.num_free + self.num_reclaimable
+
+    @property
     def can_take(self) -> bool:
         """Whether ``take`` can give a block at once: a free one may have to wait for a block after
         it that is being read or copied."""
         return bool(
-            self.num_ready or self._pinned or any(p.peek() for p in self._policies.values())
+            self.num_ready
+            or self._pinned
+            or self.num_reclaimable
+            or any(p.peek() for p in self._policies.values())
         )
 
     def find(self, key: BlockKey) -> Block | None:
@@ -157,18 +199,25 @@ class BlockPool:
 
     def take(self, owner: Owner = NOBODY) -> Block:
         """A block to write to, with one holder. Evicts one if there is no empty one."""
-        assert self.num_free, "take() without a free block; ask num_free first"
+        assert self.num_available, "take() without a block; ask num_available first"
         while not self.can_take:
             self.on_starved()
         if not self._empty:
-            self._evict(self._choose_victim(self.limits.of(owner)))
+            self._make_empty(self.limits.of(owner))
         block = self._empty.pop()
         block.ref_count = 1
         block.owner = owner
         self.num_free -= 1
         return block
 
-    def publish(self, block: Block, key: BlockKey, depth: int, owner: Owner = NOBODY) -> bool:
+    def publish(
+        self,
+        block: Block,
+        key: BlockKey,
+        depth: int,
+        owner: Owner = NOBODY,
+        has_window: bool = False,
+    ) -> bool:
         """Makes a held, completely written block findable.
 
         False if its hash already finds another one, or ``owner`` has all that it may have and none
@@ -178,9 +227,9 @@ class BlockPool:
         assert block.key is None
         if key.block_hash in self._findable or not self._make_room(owner):
             return False
-        block.key, block.depth, block.owner = key, depth, owner
+        block.key, block.depth, block.owner, block.has_window = key, depth, owner, has_window
         self._findable[key.block_hash] = block
-        self.limits.count(self.limits.of(owner), 1)
+        self.limits.count(self.limits.of(owner), block.num_pages)
         self._link(block)
         self._policy_of(block).admit(block)
         return True
@@ -193,6 +242,7 @@ class BlockPool:
             if block.ref_count > 0:
                 continue
             self.num_free += 1
+            block.unused_since = self.tick()
             if block.key is None:
                 self._empty_out(block)
             elif block.is_leaving:
@@ -233,6 +283,7 @@ class BlockPool:
     def forget(self, block: Block, *, evicted: bool = False) -> None:
         """Makes ``block`` findable no more, whoever holds it; a free one becomes empty."""
         assert block.key is not None
+        self.on_forget(block)
         if block.ref_count == 0:
             self._leaving.pop(block.block_id, None)
             self._unsettle(block)
@@ -278,6 +329,15 @@ class BlockPool:
         self.num_free -= len(restored)
         return restored
 
+    def tick(self) -> int:
+        """The pool's time: it goes on by one."""
+        self._clock += 1
+        return self._clock
+
+    def count_pages(self, block: Block, change: int) -> None:
+        """A findable block's window part comes to count for its owner, or does so no more."""
+        self.limits.count(self.limits.of(block.owner), change)
+
     def findable(self) -> Iterator[Block]:
         """All findable blocks, in no order that means anything."""
         return iter(self._findable.values())
@@ -295,9 +355,9 @@ class BlockPool:
             block.owner = owner
         elif self.limits.passed(group) is None:
             self._policy_of(block).forget(block, evicted=False)
-            self.limits.count(self.limits.of(block.owner), -1)
+            self.limits.count(self.limits.of(block.owner), -block.num_pages)
             block.owner = owner
-            self.limits.count(group, 1)
+            self.limits.count(group, block.num_pages)
             self._policy_of(block).admit(block)
 
     def _make_room(self, owner: Owner) -> bool:
@@ -311,14 +371,18 @@ class BlockPool:
             self._evict(victim)
         return True
 
-    def _choose_victim(self, taker: _Group) -> Block:
+    def _make_empty(self, taker: _Group) -> None:
+        """Evicts a block, or frees a window part."""
         if self._leaving:
-            return next(iter(self._leaving.values()))
+            self._evict(next(iter(self._leaving.values())))
+            return
         victim = self._choose(lambda group: not self.limits.is_guaranteed(group, taker))
+        if self.reclaim(None if victim is None else victim.unused_since):
+            return
         if victim is None:
             self.num_guarantees_broken += 1
             victim = self._choose(lambda _: True) or next(iter(self._pinned.values()))
-        return victim
+        self._evict(victim)
 
     def _choose(self, may_go: Callable[[_Group], bool]) -> Block | None:
         """The lowest score over all groups that may lose a block."""
@@ -337,6 +401,7 @@ class BlockPool:
             self.forget(block, evicted=True)
 
     def _empty_out(self, block: Block) -> None:
+        assert block.window is None
         if block.must_erase:
             self._clean(block)
         self._empty.append(block)
@@ -414,7 +479,7 @@ class BlockPool:
                 )
                 has_pins = block.key.block_hash in self._num_pins
                 for limit in self.limits.of(block.owner):
-                    used[limit.subject] = used.get(limit.subject, 0) + 1
+                    used[limit.subject] = used.get(limit.subject, 0) + block.num_pages
             assert block.is_evictable == (is_free_leaf and not has_pins)
             assert (block.block_id in self._pinned) == (is_free_leaf and has_pins)
             is_gone = block.ref_count == 0 and block.is_leaving

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from anaphora.cache.pool import Block, BlockPool, BlockRecord
+from anaphora.cache.pool import Block, BlockPool, BlockRecord, WindowPart
 from anaphora.errors import DamagedBlock
 from anaphora.machine import map_memory
 from anaphora.types import TierCounters
@@ -148,6 +148,41 @@ class LowerTier(Tier):
         self.num_pending = 0  # stores on their way
 
 
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A block's bytes where they lie: in one run, or page by page with those of its window part.
+
+    A lower tier has ``num_bytes`` for them, whether the part is there or not.
+    """
+
+    views: tuple[memoryview, ...]
+    num_bytes: int
+
+    def run(self) -> memoryview:
+        """Memory of ``num_bytes``: the pieces' own if they are one run."""
+        is_run = len(self.views) == 1 and len(self.views[0]) == self.num_bytes
+        return self.views[0] if is_run else memoryview(bytearray(self.num_bytes))
+
+    def gather(self) -> memoryview:
+        """The bytes in one run."""
+        run = self.run()
+        if run is not self.views[0]:
+            start = 0
+            for view in self.views:
+                run[start : start + len(view)] = view
+                start += len(view)
+        return run
+
+    def scatter(self, run: memoryview) -> None:
+        """Puts what was read to ``run()`` where it belongs."""
+        if run is self.views[0]:
+            return
+        start = 0
+        for view in self.views:
+            view[:] = run[start : start + len(view)]
+            start += len(view)
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Transfer:
     """One block on its way between a tier and a lower one. Both its ends are held meanwhile."""
@@ -159,17 +194,20 @@ class Transfer:
     slot: Block  # of ``lower``
     record: BlockRecord
     on_end: Callable[[Transfer], None]
+    part: WindowPart | None = None  # goes with the block
     error: Exception | None = None
     seconds: float = 0.0
 
-    def run(self, data: memoryview) -> None:
+    def run(self, pieces: Pieces) -> None:
         """Moves the bytes, on whatever thread. An error is reported, not raised."""
         start = time.perf_counter()
         try:
             if self.is_load:
+                data = pieces.run()
                 self.lower.storage.read(self.slot.block_id, self.record, data)
+                pieces.scatter(data)
             else:
-                self.lower.storage.write(self.slot.block_id, self.record, data)
+                self.lower.storage.write(self.slot.block_id, self.record, pieces.gather())
         except (OSError, DamagedBlock) as error:
             self.error = error
         except Exception as error:  # a bug must cost a hit, not the engine
@@ -188,12 +226,12 @@ class Mover:
         self.num_under_way = 0
         self.num_loading = 0
 
-    def submit(self, transfer: Transfer, data: memoryview) -> None:
-        """Moves ``transfer``'s bytes from or to ``data`` soon, in the order of submission."""
+    def submit(self, transfer: Transfer, pieces: Pieces) -> None:
+        """Moves ``transfer``'s bytes from or to ``pieces`` soon, in the order of submission."""
         self.num_under_way += 1
         self.num_loading += transfer.is_load
         worker = self._loads if transfer.is_load else self._stores
-        worker.submit(lambda: transfer.run(data), transfer)
+        worker.submit(lambda: transfer.run(pieces), transfer)
 
     def erase(self, storage: Storage, slot: int) -> None:
         """Erases soon: after all stores so far and before all later ones."""

@@ -78,6 +78,7 @@ class Auditor:
             return
         self._runner.run([Chunk(seq, num_tokens)])
         seq.num_computed_tokens += num_tokens
+        self._cache.slide(seq)
         if seq.num_computed_tokens == len(seq.token_ids):
             self._compare(seq)
             self.cancel()
@@ -92,10 +93,9 @@ class Auditor:
         return True
 
     def _compare(self, seq: Sequence) -> None:
-        view = self._runner.store.block_view
         for index, (block, copy) in enumerate(zip(self._found, seq.block_table, strict=True)):
             self.num_blocks += 1
-            if block.key is None or view(block.block_id) == view(copy):
+            if block.key is None or self._is_equal(block, copy):
                 continue  # purged meanwhile, or well
             self.num_mismatches += 1
             logger.error(
@@ -106,3 +106,12 @@ class Auditor:
             )
             self._cache.hierarchy.drop(block.key)
             return  # what comes after was computed from it
+
+    def _is_equal(self, block: Block, copy_id: int) -> bool:
+        """Also what windowed layers still have of both."""
+        view = self._runner.store.block_view
+        copy = self._cache.pool.blocks[copy_id]
+        pairs = [(block, copy)]
+        if block.window is not None and copy.window is not None:
+            pairs += zip(block.window.pages, copy.window.pages, strict=True)
+        return all(view(a.block_id) == view(b.block_id) for a, b in pairs)

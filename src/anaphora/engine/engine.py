@@ -19,6 +19,7 @@ from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.shares import Owner, parse_shares
 from anaphora.cache.tiers import Tier
+from anaphora.cache.windows import Window
 from anaphora.config import EngineConfig
 from anaphora.engine import sampler
 from anaphora.engine.audit import Auditor
@@ -74,8 +75,8 @@ class Engine:
             model = load_model(checkpoint, ops, packed_dir())
             weights_digest, name = checkpoint.digest, checkpoint.name
             num_parameters = checkpoint.num_parameters
-        layout = KVLayout(
-            num_layers=model.config.num_hidden_layers,
+        layout = KVLayout.of_windows(
+            model.config.layer_windows,
             num_kv_heads=model.config.num_key_value_heads,
             head_dim=model.config.head_dim,
             block_size=config.block_size,
@@ -84,10 +85,19 @@ class Engine:
         num_blocks = plan_num_blocks(
             config, weight_bytes=model.sizes.weight_bytes, block_bytes=layout.block_bytes
         )
+        window = None
+        if layout.num_window_tables:
+            window = Window(
+                num_tokens=max(model.config.layer_windows),
+                num_pages=layout.num_window_tables,
+                block_size=config.block_size,
+                max_chunk=config.max_num_batched_tokens,
+            )
         max_model_len = plan_max_model_len(
             config,
             max_position_embeddings=model.config.max_position_embeddings,
-            num_cache_tokens=num_blocks * config.block_size,
+            num_blocks=num_blocks,
+            window=window,
         )
         model.set_max_model_len(max_model_len)
         # What decides the bits in a block besides its tokens, tenant and adapter.
@@ -97,15 +107,19 @@ class Engine:
             "kv_dtype": layout.dtype.encode(),
             "block_size": layout.block_size.to_bytes(4, "little"),
         }
+        if window is not None:
+            model_fields["pages"] = repr(layout.places).encode()
         disk_key, secret = None, os.urandom(HASH_BYTES)
         if config.disk_cache_key_file is not None:  # blocks have to be found after a restart
             disk_key = read_key_file(Path(config.disk_cache_key_file))
             secret = hash_secret(disk_key)
         kv_bytes = num_blocks * layout.block_bytes
+        # Below tier 1 a block's window part lies beside it.
+        whole_bytes = layout.block_bytes * (1 + layout.num_window_tables)
         storages = create_storages(
             config,
             taken_bytes=model.sizes.weight_bytes + kv_bytes,
-            block_bytes=layout.block_bytes,
+            block_bytes=whole_bytes,
             disk_key=disk_key,
             identity=BlockHasher(secret, model_fields).root({}),
         )
@@ -126,7 +140,7 @@ class Engine:
             kv_cache_bytes=kv_bytes,
             tier_bytes={
                 "device": kv_bytes,
-                **{name: tier.num_slots * layout.block_bytes for name, tier in storages.items()},
+                **{name: tier.num_slots * whole_bytes for name, tier in storages.items()},
             },
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -136,7 +150,7 @@ class Engine:
         )
         store = ops.create_kv_store(layout, num_blocks, lock=config.lock_memory)
         self.runner = ModelRunner(model, store)
-        self._block_bytes = layout.block_bytes
+        self._block_bytes = whole_bytes
         self.cache = CacheManager(
             Hierarchy(
                 num_blocks,
@@ -146,6 +160,7 @@ class Engine:
                 new_policy=POLICIES[config.eviction_policy],
                 reserve=-(-config.max_num_batched_tokens // config.block_size)
                 + config.max_num_seqs,
+                window=window,
             ),
             config.block_size,
             BlockHasher(secret, model_fields),
@@ -328,7 +343,7 @@ class Engine:
             num_loading=len(self.scheduler.loading),
             num_waiting=len(self.scheduler.waiting) + len(self._arriving),
             num_total_blocks=len(pool.blocks),
-            num_used_blocks=len(pool.blocks) - pool.num_free,
+            num_used_blocks=len(pool.blocks) - pool.num_available,
             num_cached_blocks=pool.num_findable,
             num_preemptions=self.scheduler.num_preemptions,
             prefix_cache_queries=cache.num_queries,

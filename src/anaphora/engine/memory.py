@@ -6,6 +6,7 @@ from pathlib import Path
 
 from anaphora.cache.disk import DiskStorage
 from anaphora.cache.tiers import HostMemory, Storage
+from anaphora.cache.windows import Window
 from anaphora.config import EngineConfig, format_size
 from anaphora.errors import ConfigError
 from anaphora.machine import usable_memory
@@ -33,12 +34,30 @@ def plan_num_blocks(config: EngineConfig, *, weight_bytes: int, block_bytes: int
 
 
 def plan_max_model_len(
-    config: EngineConfig, *, max_position_embeddings: int, num_cache_tokens: int
+    config: EngineConfig,
+    *,
+    max_position_embeddings: int,
+    num_blocks: int,
+    window: Window | None = None,
 ) -> int:
     """Tokens that prompt and output of a request may have together.
 
     A lone sequence must always fit the cache: that is what makes every preemption recoverable.
+    Raises ``ConfigError`` if that leaves not even one block.
     """
+    if window is not None:
+        # Up to so many blocks each has a window part, from there on the last ones.
+        num_pages = 1 + window.num_pages
+        num_whole = min(num_blocks // num_pages, window.max_parts)
+        num_blocks = num_whole + (
+            num_blocks - num_whole * num_pages if num_whole == window.max_parts else 0
+        )
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the K/V cache does not hold one block of {config.block_size} tokens with what "
+                "windowed layers have of it; raise --kv-cache-memory"
+            )
+    num_cache_tokens = num_blocks * config.block_size
     asked = config.max_model_len
     if asked is None:
         return min(max_position_embeddings, num_cache_tokens)

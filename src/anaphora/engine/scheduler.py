@@ -193,6 +193,9 @@ class Scheduler:
         self.cache.check()
         started = self.running + self.loading
         held = Counter(block_id for seq in started for block_id in seq.block_table)
+        parts = {id(part): part for seq in started for part in seq.window.parts}
+        parts |= {id(b.window): b.window for b in self.cache.pool.blocks if b.window is not None}
+        held.update(page.block_id for part in parts.values() for page in part.pages)
         for block in self.cache.pool.blocks:
             is_lent = bool(self.cache.hierarchy.num_under_way) or self.reclaim is not None
             assert block.ref_count >= held[block.block_id]

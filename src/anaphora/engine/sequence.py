@@ -12,6 +12,7 @@ import numpy.typing as npt
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.manager import Admission
 from anaphora.cache.shares import Owner
+from anaphora.cache.windows import WindowState
 from anaphora.types import WORKLOADS, CacheReport, FinishReason, SamplingParams
 
 
@@ -72,6 +73,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_found_tokens = 0  # in blocks that it shares and never writes
         self.block_table = array.array("i")
+        self.window = WindowState()
         self.block_keys: list[BlockKey] = []
 
         # Filled by the engine, a token at a time.

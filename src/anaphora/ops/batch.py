@@ -26,6 +26,16 @@ class Batch:
     slots: Int64  # [T] where its K and V go: block_id * block_size + offset, or NO_SLOT
     block_tables: Int32  # [S, max_blocks], unused entries 0
     logit_rows: Int32  # [R] the tokens whose logits are wanted
+    # The same two for each further table (KVLayout.places); of blocks that have passed out of the
+    # window any entry will do.
+    window_slots: tuple[Int64, ...] = ()
+    window_tables: tuple[Int32, ...] = ()
+
+    def table(self, index: int) -> tuple[Int64, Int32]:
+        """Slots and block tables number ``index``; the first ones are 0."""
+        if index == 0:
+            return self.slots, self.block_tables
+        return self.window_slots[index - 1], self.window_tables[index - 1]
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """How many bytes a block has and where its parts lie.
+    """How many bytes a block of the store has and where its parts lie.
 
-    A block is one contiguous run, all layers' K and V of ``block_size`` tokens::
+    A block is one contiguous run, K and V of ``num_layers`` layers and ``block_size`` tokens::
 
         float32, float16, bfloat16
             [num_layers][ K: [num_kv_heads][block_size/16][head_dim][16]
@@ -30,6 +31,9 @@ class KVLayout:
             [num_layers][ K: [num_kv_heads][block_size/16][head_dim/2][16][2], scales
                           V: [num_kv_heads][block_size/2][head_dim][2],        scales ]
             with float32 scales [num_kv_heads][block_size], one for each token and head
+
+    ``places`` says for each layer of the model which of a sequence's block tables it reads, and
+    which layer of these blocks it is; empty if there is one table and all layers are in its blocks.
     """
 
     num_layers: int
@@ -37,6 +41,33 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: str  # a key of STORAGE
+    places: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_windows(cls, layer_windows: Sequence[int], **sizes: Any) -> KVLayout:
+        """Blocks of as many layers as see everything; the windowed ones have blocks of their own.
+
+        ``layer_windows``: the tokens that each layer sees, 0 for all. Old blocks of windowed layers
+        can then be freed while the others stay. Without many windows, all layers are together.
+        """
+        windowed = [i for i, window in enumerate(layer_windows) if window]
+        full = [i for i, window in enumerate(layer_windows) if not window]
+        if not full or len(windowed) < len(full):
+            return cls(num_layers=len(layer_windows), **sizes)
+        places = {layer: (0, i) for i, layer in enumerate(full)}
+        places |= {layer: (1 + i // len(full), i % len(full)) for i, layer in enumerate(windowed)}
+        return cls(
+            num_layers=len(full), places=tuple(places[i] for i in range(len(places))), **sizes
+        )
+
+    @property
+    def num_window_tables(self) -> int:
+        """Block tables beside the first one: blocks that windowed layers take for 16 tokens."""
+        return max((table for table, _ in self.places), default=0)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """Block table and layer in its blocks of a layer of the model."""
+        return self.places[layer] if self.places else (0, layer)
 
     @property
     def part_elements(self) -> int:

@@ -42,7 +42,8 @@ class NativeOps:
         self.dtype = dtype
         self.name = f"native {_native.kernel_name()}"
         self.layout = _native.layout_name(dtype == "int8")
-        self._batch: tuple[Batch, KVStore, _native.BatchView] | None = None
+        self._batch: tuple[Batch, KVStore] | None = None
+        self._views: dict[int, _native.BatchView] = {}  # of that batch, by block table
         _native.set_num_threads(threads or usable_cores())
 
     def pack_linear(
@@ -204,7 +205,8 @@ class NativeOps:
         k_norm: Norm | None = None,
     ) -> None:
         assert isinstance(store, NativeKVStore)
-        view = self._view(batch, store)
+        table, layer = store.layout.place(layer)
+        view = self._view(batch, store, table)
         norms = [None if norm is None else norm.handle for norm in (q_norm, k_norm)]
         _native.rope_and_store(store.view, layer, qkv, view, rope.handle, *norms)
 
@@ -226,18 +228,22 @@ class NativeOps:
             num_tokens, num_heads, head_dim = qkv.shape
             num_heads -= 2 * store.layout.num_kv_heads
             out = np.empty((num_tokens, num_heads * head_dim), np.float32)
-        view = self._view(batch, store)
+        table, layer = store.layout.place(layer)
+        view = self._view(batch, store, table)
         _native.attention(store.view, layer, qkv, view, scale, out, window, sinks, softcap)
         return out
 
-    def _view(self, batch: Batch, store: NativeKVStore) -> _native.BatchView:
-        """The batch as the kernels read it, checked and ordered once for all layers."""
+    def _view(self, batch: Batch, store: NativeKVStore, table: int) -> _native.BatchView:
+        """The batch as the kernels read it, checked and ordered once for all layers of a table."""
         if self._batch is None or self._batch[0] is not batch or self._batch[1] is not store:
-            view = _native.BatchView(
-                store.view, batch.positions, batch.seq_index, batch.slots, batch.block_tables
+            self._batch = (batch, store)
+            self._views.clear()
+        if table not in self._views:
+            slots, block_tables = batch.table(table)
+            self._views[table] = _native.BatchView(
+                store.view, batch.positions, batch.seq_index, slots, block_tables
             )
-            self._batch = (batch, store, view)
-        return self._batch[2]
+        return self._views[table]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -204,6 +204,8 @@ class ReferenceOps:
 
     def _store(self, store: KVStore, layer: int, k: Array, v: Array, batch: Batch) -> None:
         lay = store.layout
+        table, layer = lay.place(layer)
+        slots, _ = batch.table(table)
         limits = (key_max(lay.head_dim), VALUE_MAX)
         for index, x in enumerate((k, v)):
             part = store.parts(layer)[index]
@@ -215,7 +217,7 @@ class ReferenceOps:
             elif lay.dtype == "bfloat16":
                 stored = to_bfloat16(x)
             stored = stored.reshape(len(x), lay.num_kv_heads, *part.shape[4:])
-            for row, slot in enumerate(batch.slots):
+            for row, slot in enumerate(slots):
                 if slot == NO_SLOT:
                     continue
                 block, offset = divmod(int(slot), lay.block_size)
@@ -256,8 +258,10 @@ class ReferenceOps:
     def _gather(self, store: KVStore, layer: int, batch: Batch, row: int) -> list[Vectors]:
         """K and V of the row's sequence up to its position, [keys, kv_heads, head_dim]."""
         lay = store.layout
+        index, layer = lay.place(layer)
+        _, block_tables = batch.table(index)
         num_keys = int(batch.positions[row]) + 1
-        table = batch.block_tables[batch.seq_index[row], : -(-num_keys // lay.block_size)]
+        table = block_tables[batch.seq_index[row], : -(-num_keys // lay.block_size)]
         gathered = []
         for index, part in enumerate(store.parts(layer)):
             x = part[table].reshape(len(table), lay.num_kv_heads, lay.block_size, lay.head_dim)
