@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -395,9 +396,22 @@ def test_doctor_tells_what_it_found(run: Run, monkeypatch: Any, tmp_path: Any) -
 def test_pull_prints_the_path(run: Run, monkeypatch: Any) -> None:
     from anaphora.loaders import sources
 
-    monkeypatch.setattr(sources, "pull", lambda alias: f"/somewhere/{alias}.gguf")
+    monkeypatch.setattr(sources, "pull", lambda alias, **_: f"/somewhere/{alias}.gguf")
     assert run("pull")[:2] == (0, "/somewhere/smollm2.gguf\n")
     monkeypatch.undo()
     status, _, errors = run("pull", "unknown-alias")
     assert status == 2
     assert "unknown-alias" in errors
+
+
+def test_a_model_with_terms_is_refused_until_they_are_accepted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANAPHORA_CACHE", str(tmp_path))
+    for command in (["pull"], ["serve", "--port", "0"], ["generate", "hi", "--model"]):
+        status, out, err = run(*command, "gemma3-270m")
+        assert status == 2
+        assert "https://ai.google.dev/gemma/terms" in err
+        assert "anaphora pull gemma3-270m --accept-license" in err
+        assert out == ""
+    assert list(tmp_path.iterdir()) == []
