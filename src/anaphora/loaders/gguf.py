@@ -39,9 +39,13 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FREQS = "rope_freqs.weight"
-# Llama 3 ends a turn, a tool call and a document with different tokens. config.json lists all
-# three, GGUF's metadata only one, so that these are found by name.
-_LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+# A turn, a tool call and a document end with different tokens. config.json lists all of them,
+# GGUF's metadata only one, so that the others are found by name: if the first of a line is there.
+_ENDS = (
+    ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),  # Llama 3
+    ("<end_of_turn>",),  # Gemma
+    ("<|call|>", "<|return|>", "<|endoftext|>"),  # GPT-OSS, where <|end|> ends a message of a turn
+)
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -216,8 +220,9 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
     found = [i for key in keys for i in fields.token_ids(f"tokenizer.ggml.{key}")]
     tokens = fields.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and "<|eot_id|>" in tokens:
-        found += [tokens.index(text) for text in _LLAMA3_ENDS if text in tokens]
+    for family in _ENDS:
+        if isinstance(tokens, list) and family[0] in tokens:
+            found += [tokens.index(text) for text in family if text in tokens]
     return tuple(dict.fromkeys(found))
 
 
@@ -229,41 +234,56 @@ def _as_written(value: float) -> float:
 def read_vocabulary(metadata: dict[str, Any], path: Path) -> Vocabulary:
     """The tokenizer's tables from GGUF metadata.
 
-    Raises ``UnsupportedModel`` for SentencePiece and others, ``CorruptCheckpoint`` naming a table
+    Raises ``UnsupportedModel`` for a tokenizer that is no BPE, ``CorruptCheckpoint`` naming a table
     that is missing or has wrong content.
     """
     fields = Fields(metadata, path, "tokenizer.ggml.")
     model = fields.get("model")
-    if model != "gpt2":
-        known = "; a SentencePiece vocabulary" if model == "llama" else ""
-        raise fields.unsupported("model", model, f"{known}; supported is 'gpt2', byte-level BPE")
+    if model not in ("gpt2", "llama"):
+        hint = "; supported are 'gpt2', byte-level BPE, and 'llama', SentencePiece's"
+        raise fields.unsupported("model", model, hint)
     tokens = _strings(fields, "tokens")
-    merges = [tuple(_split_merge(text, path)) for text in _strings(fields, "merges")]
     kinds = fields.get("token_type")
     try:
         types = tuple(map(TokenType, kinds)) if kinds else (TokenType.NORMAL,) * len(tokens)
     except (TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path}: tokenizer.ggml.token_type: {error}") from error
-    pre = fields.get("pre")
-    if not isinstance(pre, str):
-        raise UnsupportedModel(
-            f"{path}: tokenizer.ggml.pre is missing, so that how to split text is unknown; convert "
-            "the model again with a newer converter"
-        )
     return Vocabulary(
         tokens=tuple(tokens),
         types=types,
-        merges=tuple((left, right) for left, right in merges),
-        pre_tokenizer=pre,
+        **(_joined_by_score(fields) if model == "llama" else _joined_by_merges(fields)),
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_id=fields.token_id("eos_token_id"),
         unk_token_id=fields.token_id("unknown_token_id"),
         pad_token_id=fields.token_id("padding_token_id"),
-        # Files of Llama 3 from before this field was written rely on it.
-        add_bos=fields.flag("add_bos_token", pre == "llama-bpe"),
+        # Files of Llama 3 from before this field was written rely on it, as those of Llama 2 do.
+        add_bos=fields.flag("add_bos_token", model == "llama" or fields.get("pre") == "llama-bpe"),
         add_eos=fields.flag("add_eos_token", False),
-        add_space_prefix=fields.flag("add_space_prefix", False),
+        add_space_prefix=fields.flag("add_space_prefix", model == "llama"),
     )
+
+
+def _joined_by_merges(fields: Fields) -> dict[str, Any]:
+    pre = fields.get("pre")
+    if not isinstance(pre, str):
+        raise UnsupportedModel(
+            f"{fields.path}: tokenizer.ggml.pre is missing, so that how to split text is unknown; "
+            "convert the model again with a newer converter"
+        )
+    merges = tuple(_split_merge(text, fields.path) for text in _strings(fields, "merges"))
+    return {"pre_tokenizer": pre, "merges": merges}
+
+
+def _joined_by_score(fields: Fields) -> dict[str, Any]:
+    scores = fields.get("scores")
+    if not isinstance(scores, list) or not all(isinstance(item, float) for item in scores):
+        raise CorruptCheckpoint(f"{fields.path}: tokenizer.ggml.scores must be a list of numbers")
+    return {
+        "pre_tokenizer": "sentencepiece",
+        "spelling": "sentencepiece",
+        "merges": (),
+        "scores": tuple(scores),
+    }
 
 
 def _strings(fields: Fields, key: str) -> list[str]:

@@ -99,14 +99,11 @@ class ChatTemplate:
         text, marker = self._render(
             messages, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
-        ids: list[int] = []
-        for piece in self._tokenizer.split_control(text):
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                # The template writes the beginning-of-sequence token itself where it wants one.
-                ids += self._tokenizer.encode(piece.replace(marker, ""), add_special_tokens=False)
-        return ids
+        # The template writes the beginning-of-sequence token itself where it wants one.
+        return self._tokenizer.encode_pieces(
+            piece if isinstance(piece, int) else piece.replace(marker, "")
+            for piece in self._tokenizer.split_control(text)
+        )
 
     def render(
         self,
