@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anaphora.errors import CorruptCheckpoint
+from anaphora.errors import CorruptCheckpoint, InvalidRequest
 from anaphora.loaders import gguf_header
 from anaphora.loaders.gguf import _map_file, read_vocabulary
 from anaphora.loaders.gguf_header import SUPPORTED_TYPES, read_header
+from anaphora.text.chat import ChatTemplate
 from anaphora.text.detokenizer import Detokenizer
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.text.vocabulary import TokenType
+from tests.text.test_chat import GOLDEN as CHAT_GOLDEN
 from tests.text.test_tokenizer import TEXTS, check_golden
 from tests.text.tiny import GOLDEN, sentencepiece_json, sentencepiece_vocabulary
 
-IDS: list[list[list[int]]] = GOLDEN["sentencepiece"]["ids"]
+TEMPLATES: dict[str, str] = CHAT_GOLDEN["templates"]
 SMALL = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
 
 
@@ -159,3 +161,27 @@ class TestGGUF:
     def test_damaged_scores_are_named(self, scores: Any) -> None:
         with pytest.raises(CorruptCheckpoint, match=r"x\.gguf.*scores"):
             read_vocabulary(self.fields(scores=scores), Path("x.gguf"))
+
+
+@pytest.fixture
+def template(gemma3: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES["gemma"], gemma3)
+
+
+class TestGemmaChat:
+    def test_turns(self, template: ChatTemplate, gemma3: Tokenizer) -> None:
+        system = {"role": "system", "content": "Be brief."}
+        user = {"role": "user", "content": " Hi <end_of_turn> 👋  "}
+        ids = template.encode([system, user])
+        shown = "<start_of_turn>user\nBe brief.\n\nHi <end_of_turn> 👋<end_of_turn>\n"
+        assert gemma3.decode(ids, skip_special_tokens=False) == (
+            f"<bos>{shown}<start_of_turn>model\n"
+        )
+        controls = [gemma3.token_text(i) for i in ids if gemma3.is_control(i)]
+        assert controls == ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_turn>"]
+
+    def test_turns_that_do_not_alternate(self, template: ChatTemplate) -> None:
+        user = {"role": "user", "content": "Hi"}
+        with pytest.raises(InvalidRequest, match="roles must alternate") as error:
+            template.encode([user, user])
+        assert (error.value.status, error.value.param) == (400, "messages")
