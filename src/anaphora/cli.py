@@ -115,6 +115,7 @@ async def _generate(config: EngineConfig, prompt: str, params: Any, is_raw: bool
             ids = llm.tokenizer.encode(prompt, parse_special=True)
         else:
             ids = llm.chat_template.encode([{"role": "user", "content": prompt}])
+            params = llm.chat_template.reading(params)
         async for delta in llm.generate(ids, params):
             typer.echo(delta.text, nl=False)
             if sys.stdout is not None:  # closed by the shell
