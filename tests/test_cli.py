@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import socket
 import sys
@@ -265,6 +266,7 @@ def test_serve_prints_what_it_serves_and_hands_options_on(
         "serve", "some-model.gguf", "--port", "0", "--host", "0.0.0.0", *keys,
         "--served-model-name", "a", "--served-model-name", "b/c",
         "--kv-cache-memory", "96MiB", "--no-enable-prefix-caching", "--threads", "2",
+        "--chat-date", "2026-01-02",
     )  # fmt: skip
     assert (status, errors) == (0, "")
     assert [model["id"] for model in answers[0].json()["data"]] == ["a", "b/c"]
@@ -275,6 +277,7 @@ def test_serve_prints_what_it_serves_and_hands_options_on(
     assert config.model == "some-model.gguf"
     assert config.kv_cache_memory == 96 * 2**20
     assert config.threads == 2
+    assert config.template_date == datetime.date(2026, 1, 2)
     assert not config.enable_prefix_caching
     assert llms[0].is_closed
 
