@@ -28,7 +28,7 @@ from anaphora.text import harmony
 from anaphora.text.formats import detect_format
 from anaphora.text.messages import normalize_message
 from anaphora.text.sandbox import TemplateEnvironment, strftime
-from anaphora.text.tokenizer import Tokenizer, read_json
+from anaphora.text.tokenizer import Tokenizer, literal_pattern, read_json
 from anaphora.types import Message, SamplingParams
 
 # One template, or several by name; "default" and "tool_use" have a meaning.
@@ -237,11 +237,13 @@ class _Markers:
     """Puts a noncharacter into control-token literals, and into what could become one."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        self._literals = tuple(tokenizer.control_tokens)
-        self._max_len = max(map(len, self._literals), default=0)
-        firsts = "".join(re.escape(char) for char in sorted({text[0] for text in self._literals}))
+        literals = tuple(tokenizer.control_tokens)
+        self._literal = literal_pattern(literals)
+        self._prefixes = {text[:end] for text in literals for end in range(1, len(text) + 1)}
+        self._max_len = max(map(len, literals), default=0)
+        firsts = "".join(re.escape(char) for char in sorted({text[0] for text in literals}))
         self._first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
-        taken = template + "".join(self._literals)
+        taken = template + "".join(literals)
         self._free = [char for char in _NONCHARACTERS if char not in taken]
 
     def choose(self, data: Any) -> tuple[str, str]:
@@ -280,17 +282,14 @@ class _Markers:
         cuts = [
             match.end()
             for match in self._first.finditer(text)
-            if text.startswith(self._literals, match.start())
-            or (match.start() > near_end and self._is_prefix(text[match.start() :]))
-            or (match.start() > near_end and self._is_prefix(tail[match.start() :]))
+            if self._literal.match(text, match.start())
+            or (match.start() > near_end and text[match.start() :] in self._prefixes)
+            or (match.start() > near_end and tail[match.start() :] in self._prefixes)
         ]
         if not cuts:
             return text
         bounds = [0, *cuts, len(text)]
         return marker.join(text[a:b] for a, b in itertools.pairwise(bounds))
-
-    def _is_prefix(self, end: str) -> bool:
-        return bool(end) and any(literal.startswith(end) for literal in self._literals)
 
 
 def _mark_end(messages: list[dict[str, Any]], end_mark: str) -> None:
