@@ -340,6 +340,13 @@ class TestReasoning:
         assert "secret" not in prompt(harmony)
         assert "<|channel|>final<|message|>Fine.<|end|>" in prompt(harmony)
 
+    def test_reasoning_of_a_wrong_type_is_named(self, harmony: Running) -> None:
+        call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        said = {"role": "assistant", "content": "x", "tool_calls": [call], "reasoning": {"a": 1}}
+        with harmony.http() as http:
+            response = http.post(PATH, json={"model": "fake", "messages": [*HELLO, said]})
+        assert check_error(response, 400)["param"] == "messages[1].reasoning"
+
     def test_a_continued_message_is_text(self, harmony: Running) -> None:
         enqueue(harmony, " and warm.<|return|>")
         messages = [*HELLO, {"role": "assistant", "content": "It is sunny"}]

@@ -23,6 +23,7 @@ from anaphora.types import Message, OutputPart, SamplingParams, ToolCallDelta
 
 MARKS = ("start", "channel", "constrain", "message", "end", "return", "call")
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field
 _NO_TOOLS = ("all", "assistant", "user")  # recipients that are nobody's function
 _MAX_HEADER_TOKENS = 64  # more without a mark is no header
 
@@ -173,9 +174,13 @@ def adapt_message(message: Message, index: int) -> Message:
     """
     if message["role"] != "assistant":
         return message
-    known = ("reasoning_content", "reasoning", "thinking")
-    thinking = next((message[name] for name in known if message.get(name)), "")
-    result = {name: value for name, value in message.items() if name not in known}
+    given = [name for name in _REASONING if message.get(name)]
+    for name in given:
+        if not isinstance(message[name], str):
+            where = f"messages[{index}].{name}"
+            raise InvalidRequest(f"{where} must be a string", param=where)
+    thinking = message[given[0]] if given else ""
+    result = {name: value for name, value in message.items() if name not in _REASONING}
     content = result.get("content") or ""
     calls = result.get("tool_calls")
     if calls and len(calls) > 1:
