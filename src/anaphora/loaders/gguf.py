@@ -20,7 +20,7 @@ from anaphora.loaders.rope_factors import recover_llama3
 from anaphora.models.config import ModelConfig, RopeScaling
 from anaphora.text.chat import TemplateSource
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.text.vocabulary import TokenType, Vocabulary
+from anaphora.text.vocabulary import TokenType, Vocabulary, turn_ends
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -39,13 +39,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FREQS = "rope_freqs.weight"
-# A turn, a tool call and a document end with different tokens. config.json lists all of them,
-# GGUF's metadata only one, so that the others are found by name: if the first of a line is there.
-_ENDS = (
-    ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),  # Llama 3
-    ("<end_of_turn>",),  # Gemma
-    ("<|call|>", "<|return|>", "<|endoftext|>"),  # GPT-OSS, where <|end|> ends a message of a turn
-)
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -220,9 +213,8 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
     found = [i for key in keys for i in fields.token_ids(f"tokenizer.ggml.{key}")]
     tokens = fields.get("tokenizer.ggml.tokens")
-    for family in _ENDS:
-        if isinstance(tokens, list) and family[0] in tokens:
-            found += [tokens.index(text) for text in family if text in tokens]
+    if isinstance(tokens, list):
+        found += turn_ends({text: i for i, text in enumerate(tokens) if isinstance(text, str)})
     return tuple(dict.fromkeys(found))
 
 

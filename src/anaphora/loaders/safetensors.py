@@ -18,6 +18,7 @@ from anaphora.loaders.fields import Fields, check_config, head_dim
 from anaphora.models.config import ModelConfig, RopeScaling
 from anaphora.text.chat import TemplateSource, read_template
 from anaphora.text.tokenizer import Tokenizer, read_json
+from anaphora.text.vocabulary import turn_ends
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -252,14 +253,18 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
 
 
 def _tokenizer_eos(config: dict[str, Any]) -> list[int]:
-    """The tokenizer's end token: chat fine-tunes often change it there and nowhere else."""
+    """The tokenizer's end token, which chat fine-tunes often change there and nowhere else, and
+    the ends of turns that the other files may have forgotten."""
     token = config.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     added = config.get("added_tokens_decoder")
-    if not isinstance(text, str) or not isinstance(added, dict):
+    if not isinstance(added, dict):
         return []
-    return [
-        int(token_id)
+    ids = {
+        entry["content"]: int(token_id)
         for token_id, entry in added.items()
-        if isinstance(entry, dict) and entry.get("content") == text and token_id.isdecimal()
-    ]
+        if isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        and token_id.isdecimal()
+    }
+    return [*([ids[text]] if isinstance(text, str) and text in ids else []), *turn_ends(ids)]

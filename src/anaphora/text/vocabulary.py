@@ -29,6 +29,13 @@ _GPT_4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "gpt-4o")
+# A turn, a call of a tool and a document end with different tokens. Metadata often names one of
+# them, so that the others are found by name: those of a line whose first is there.
+_ENDS = (
+    ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),  # Llama 3
+    ("<end_of_turn>",),  # Gemma
+    ("<|call|>", "<|return|>", "<|endoftext|>"),  # GPT-OSS, where <|end|> ends a message of a turn
+)
 # How tokens are written down: bytes as printable characters, or text with ▁ for spaces.
 Spelling = Literal["byte-level", "sentencepiece"]
 
@@ -96,6 +103,11 @@ class Vocabulary:
             types=self.types + (TokenType.UNUSED,) * num_missing,
             scores=self.scores and self.scores + (0.0,) * num_missing,
         )
+
+
+def turn_ends(ids: Mapping[str, int]) -> list[int]:
+    """The tokens that end an answer, of a vocabulary that has tokens for turns."""
+    return [ids[text] for family in _ENDS if family[0] in ids for text in family if text in ids]
 
 
 def build_backend(vocabulary: Vocabulary) -> Backend:
