@@ -211,6 +211,12 @@ struct Attention {
         }
     }
 
+    // softcap tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1).
+    f32x16 cap(f32x16 x) const {
+        const f32x16 e = exp(x * set1(2.0f / params.softcap));
+        return set1(params.softcap) * (set1(1.0f) - set1(2.0f) / (e + set1(1.0f)));
+    }
+
     // Turns a row's scores into probabilities (not yet divided by l) in place; the panels at the
     // range's ends are zero outside it.
     RowState softmax(float* scores, Range keys, float* acc) const {
@@ -222,6 +228,9 @@ struct Attention {
             if (begin < whole) body(begin);
             if (end < keys.end && (end != begin || begin == whole)) body(end);
         };
+        if (params.softcap > 0.0f) {
+            for (int i = begin; i < keys.end; i += kLanes) store(scores + i, cap(load(scores + i)));
+        }
         f32x16 largest = set1(lowest);
         for (int i = whole; i < end; i += kLanes) largest = max(largest, load(scores + i));
         for_parts([&](int i) {

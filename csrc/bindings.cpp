@@ -48,7 +48,7 @@ int dim(const A& array, int axis) {
 // Per-channel vectors are read sixteen at a time, so they are padded like the weights.
 int64_t padded(int n) { return (int64_t{n} + kPanel - 1) / kPanel * kPanel; }
 
-// int8 weights lie in the order of one instruction set; float32 ones are the same for all.
+// int8 and mxfp4 weights lie in the order of one instruction set; float32 ones are the same for all.
 std::string layout_name(bool is_int8) {
     if (!is_int8) return "float32";
     return "int8 group " + std::to_string(kGroup) + " depth " + std::to_string(kernels().depth) +
@@ -63,37 +63,57 @@ struct WeightView {
     std::optional<Array<const float, 1>> scale, bias;
     std::string layout;
     int depth = kernels().depth, offset = kernels().weight_offset;
+    int count;  // of matrices, one after the other
     Weight weight;
 
-    WeightView(AnyVector data_,
-               std::optional<Array<const float, 1>> scale_,
-               std::optional<Array<const float, 1>> bias_, int n, int k, std::string layout_)
+    WeightView(AnyVector data_, std::optional<Array<const float, 1>> scale_,
+               std::optional<Array<const float, 1>> bias_, int n, int k, std::string layout_,
+               int count_)
         : data(std::move(data_)),
           scale(std::move(scale_)),
           bias(std::move(bias_)),
           layout(std::move(layout_)),
-          weight{scale.has_value(),
+          count(count_),
+          weight{type_of(data),
                  n,
                  k,
                  data.data(),
                  scale ? scale->data() : nullptr,
                  bias ? bias->data() : nullptr} {
-        check(n > 0 && k > 0, "a weight needs at least one row and one column");
-        check(data.dtype() == (weight.is_int8 ? nb::dtype<int8_t>() : nb::dtype<float>()),
-              "packed weights are int8 with scales or float32 without");
-        check(layout == layout_name(weight.is_int8),
-              "a weight packed as '" + layout + "' cannot be used by kernels '" + kernels().name +
-                  "', which want '" + layout_name(weight.is_int8) + "'");
-        check_size("packed weight's length", data.shape(0),
-                   weight.is_int8 ? packed_size_int8(n, k) : packed_size_f32(n, k));
-        if (scale) check_size("scale's length", scale->shape(0), padded(n));
-        if (bias) check_size("bias' length", bias->shape(0), padded(n));
+        check(n > 0 && k > 0 && count > 0, "a weight needs at least one row and one column");
+        check(scale.has_value() == (weight.type == WeightType::int8),
+              "int8 weights have scales, others none");
+        check(weight.type != WeightType::mxfp4 || k % kGroup == 0,
+              "mxfp4 weights have whole groups of 32 inputs");
+        const std::string wanted = layout_name(weight.type != WeightType::float32);
+        check(layout == wanted, "a weight packed as '" + layout +
+                                    "' cannot be used by kernels '" + kernels().name +
+                                    "', which want '" + wanted + "'");
+        check_size("packed weight's length", data.shape(0), count * packed_size());
+        if (scale) check_size("scale's length", scale->shape(0), count * padded(n));
+        if (bias) check_size("bias' length", bias->shape(0), count * padded(n));
+    }
+
+    static WeightType type_of(const AnyVector& data) {
+        if (data.dtype() == nb::dtype<int8_t>()) return WeightType::int8;
+        if (data.dtype() == nb::dtype<uint8_t>()) return WeightType::mxfp4;
+        check(data.dtype() == nb::dtype<float>(), "packed weights are int8, uint8 or float32");
+        return WeightType::float32;
+    }
+
+    int64_t packed_size() const {
+        switch (weight.type) {
+            case WeightType::int8: return packed_size_int8(weight.n, weight.k);
+            case WeightType::mxfp4: return packed_size_mxfp4(weight.n, weight.k);
+            default: return packed_size_f32(weight.n, weight.k);
+        }
     }
 };
 
-void check_weight(const WeightView& w, int k) {
+void check_weight(const WeightView& w, int k, int count = 1) {
     if (w.weight.k != k) fail(shape("x's row length", k, w.weight.k));
-    if (w.weight.is_int8 &&
+    check_size("the number of matrices", w.count, count);
+    if (w.weight.type != WeightType::float32 &&
         (w.depth != kernels().depth || w.offset != kernels().weight_offset))
         fail("a weight packed as '" + w.layout + "' cannot be used by kernels '" +
              kernels().name + "'");
@@ -124,17 +144,37 @@ void linear(Array<const float, 2> x, const WeightView& w, Array<float, 2> out, b
 }
 
 void gated_mlp(Array<const float, 2> x, const WeightView& gate_up, const WeightView& down,
-               Array<float, 2> out, bool is_added, const NormView* norm) {
+               const std::string& gate, Array<float, 2> out, bool is_added, const NormView* norm) {
+    check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
     check_weight(gate_up, dim(x, 1));
     check_weight(down, down.weight.k);
-    check(gate_up.weight.is_int8 == down.weight.is_int8, "both weights must be int8 or neither");
+    check(gate_up.weight.type == down.weight.type && down.weight.type != WeightType::mxfp4,
+          "both weights must be int8, or both float32");
     check_size("gate and up's columns", gate_up.weight.n, 2 * padded(down.weight.k));
     check_size("out's rows", out.shape(0), dim(x, 0));
     check_size("out's row length", out.shape(1), down.weight.n);
     const Norm before = make_norm(norm, dim(x, 1));
     nb::gil_scoped_release release;
-    kernels().gated_mlp(x.data(), dim(x, 0), before, gate_up.weight, down.weight, is_added,
-                        out.data());
+    kernels().gated_mlp(x.data(), dim(x, 0), before, gate_up.weight, down.weight,
+                        gate == "silu" ? Gate::silu : Gate::gelu_tanh, is_added, out.data());
+}
+
+void experts(Array<const float, 2> x, Array<const float, 2> router, const WeightView& gate_up,
+             const WeightView& down, int top_k, float alpha, float limit, Array<float, 2> out) {
+    const int count = dim(router, 1);
+    check_weight(gate_up, dim(x, 1), count);
+    check_weight(down, down.weight.k, count);
+    check(gate_up.weight.type == down.weight.type, "both weights must be of one type");
+    check_size("gate and up's columns", gate_up.weight.n, 2 * padded(down.weight.k));
+    check_size("router's rows", router.shape(0), dim(x, 0));
+    check(out.shape(0) == x.shape(0) && out.shape(1) == static_cast<size_t>(down.weight.n),
+          "out must be [T, the experts' outputs]");
+    check(out.data() != x.data(), "out must not be x");
+    check(top_k >= 1 && top_k <= count && top_k <= kPanel,
+          "top_k must be 1 to 16, and no more than there are experts");
+    const Experts all{count, top_k, alpha, limit, gate_up.weight, down.weight};
+    nb::gil_scoped_release release;
+    kernels().experts(x.data(), dim(x, 0), router.data(), all, out.data());
 }
 
 void rms_norm(Array<const float, 2> x, const NormView& norm, Array<float, 2> out) {
@@ -266,7 +306,7 @@ int num_query_heads(const KVView& kv, int layer, const Array<float, 3>& qkv,
 }
 
 void rope_and_store(const KVView& kv, int layer, Array<float, 3> qkv, const BatchView& batch,
-                    const RopeView& rope) {
+                    const RopeView& rope, const NormView* q_norm, const NormView* k_norm) {
     const int num_heads = num_query_heads(kv, layer, qkv, batch), dim_ = dim(qkv, 2);
     check_size("cos' width", 2 * rope.cos.shape(1), dim_);
     if (batch.max_position >= dim(rope.cos, 0))
@@ -274,7 +314,11 @@ void rope_and_store(const KVView& kv, int layer, Array<float, 3> qkv, const Batc
     const int num_kv = kv.layout.num_kv_heads, rows = batch.rows();
     const int64_t stride = int64_t{dim(qkv, 1)} * dim_;
     float* k = qkv.data() + int64_t{num_heads} * dim_;
+    const Norm before_q = make_norm(q_norm, dim_), before_k = make_norm(k_norm, dim_);
     nb::gil_scoped_release release;
+    if (q_norm != nullptr)
+        kernels().norm_heads(qkv.data(), stride, rows, num_heads, dim_, before_q);
+    if (k_norm != nullptr) kernels().norm_heads(k, stride, rows, num_kv, dim_, before_k);
     kernels().rope(qkv.data(), stride, batch.positions.data(), rows, num_heads + num_kv, dim_,
                    rope.cos.data(), rope.sin.data());
     kernels().store_kv(kv.layout, layer, k, k + int64_t{num_kv} * dim_, stride,
@@ -282,11 +326,12 @@ void rope_and_store(const KVView& kv, int layer, Array<float, 3> qkv, const Batc
 }
 
 void attention(const KVView& kv, int layer, Array<float, 3> qkv, const BatchView& batch,
-               float scale, Array<float, 2> out, int window, OptionalVector sinks) {
+               float scale, Array<float, 2> out, int window, OptionalVector sinks, float softcap) {
     const int rows = batch.rows(), num_heads = num_query_heads(kv, layer, qkv, batch);
     check(dim(out, 0) == rows && dim(out, 1) == num_heads * dim(qkv, 2),
           "out must be [T, num_heads * head_dim]");
     check(window >= 0, "window must be 0 (none) or above");
+    check(softcap >= 0.0f, "softcap must be 0 (none) or above");
     if (sinks) check_size("sinks' length", sinks->shape(0), num_heads);
     const int64_t stride = int64_t{dim(qkv, 1)} * dim(qkv, 2);
     nb::gil_scoped_release release;
@@ -296,7 +341,8 @@ void attention(const KVView& kv, int layer, Array<float, 3> qkv, const BatchView
                               batch.seq_index.data(),
                               batch.block_tables.data(),
                               batch.order.data()};
-    const AttentionParams params{num_heads, scale, window, sinks ? sinks->data() : nullptr};
+    const AttentionParams params{num_heads, scale, window, sinks ? sinks->data() : nullptr,
+                                 softcap};
     kernels().attention(kv.layout, layer, view, params, qkv.data(), stride, out.data());
 }
 
@@ -305,6 +351,17 @@ void pack_int8_array(Array<const int8_t, 2> w, Array<int8_t, 1> out) {
     check_size("out's length", out.shape(0), packed_size_int8(n, k));
     nb::gil_scoped_release release;
     pack_int8(w.data(), n, k, kernels().depth, kernels().weight_offset, out.data());
+}
+
+void pack_mxfp4_array(Array<const uint8_t, 3> blocks, Array<const uint8_t, 2> exponents,
+                      Array<uint8_t, 1> out) {
+    const int n = dim(blocks, 0), k = dim(blocks, 1) * kGroup;
+    check_size("bytes of a block", blocks.shape(2), kGroup / 2);
+    check(exponents.shape(0) == blocks.shape(0) && exponents.shape(1) == blocks.shape(1),
+          "there must be one exponent for each block");
+    check_size("out's length", out.shape(0), packed_size_mxfp4(n, k));
+    nb::gil_scoped_release release;
+    pack_mxfp4(blocks.data(), exponents.data(), n, k, kernels().depth, out.data());
 }
 
 void pack_f32_array(Array<const float, 2> w, Array<float, 1> out) {
@@ -324,8 +381,9 @@ NB_MODULE(_native, m) {
     m.attr("PARTITION") = kPartition;
     nb::class_<WeightView>(m, "Weight")
         .def(nb::init<AnyVector, OptionalVector,
-                      OptionalVector, int, int, std::string>(),
-             array("data"), array("scale").none(), array("bias").none(), "n"_a, "k"_a, "layout"_a)
+                      OptionalVector, int, int, std::string, int>(),
+             array("data"), array("scale").none(), array("bias").none(), "n"_a, "k"_a, "layout"_a,
+             "count"_a)
         .def_ro("layout", &WeightView::layout);
     nb::class_<KVView>(m, "KVView")
         .def(nb::init<nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>, std::string, int,
@@ -343,17 +401,21 @@ NB_MODULE(_native, m) {
         .def(nb::init<Array<const float, 2>, Array<const float, 2>>(), array("cos"), array("sin"));
     m.def("linear", &linear, array("x"), "weight"_a, array("out"), "is_added"_a,
           "norm"_a.none());
-    m.def("gated_mlp", &gated_mlp, array("x"), "gate_up"_a, "down"_a, array("out"), "is_added"_a,
-          "norm"_a.none());
+    m.def("gated_mlp", &gated_mlp, array("x"), "gate_up"_a, "down"_a, "gate"_a, array("out"),
+          "is_added"_a, "norm"_a.none());
+    m.def("experts", &experts, array("x"), array("router"), "gate_up"_a, "down"_a, "top_k"_a,
+          "alpha"_a, "limit"_a, array("out"));
     m.def("rms_norm", &rms_norm, array("x"), "norm"_a, array("out"));
     m.def("rope_and_store", &rope_and_store, "kv"_a, "layer"_a, array("qkv"), "batch"_a,
-          "rope"_a);
+          "rope"_a, "q_norm"_a.none(), "k_norm"_a.none());
     m.def("attention", &attention, "kv"_a, "layer"_a, array("qkv"), "batch"_a, "scale"_a,
-          array("out"), "window"_a, array("sinks").none());
+          array("out"), "window"_a, array("sinks").none(), "softcap"_a);
     m.def("packed_size_int8", &packed_size_int8, "n"_a, "k"_a);
     m.def("packed_size_f32", &packed_size_f32, "n"_a, "k"_a);
+    m.def("packed_size_mxfp4", &packed_size_mxfp4, "n"_a, "k"_a);
     m.def("pack_int8", &pack_int8_array, array("w"), array("out"));
     m.def("pack_f32", &pack_f32_array, array("w"), array("out"));
+    m.def("pack_mxfp4", &pack_mxfp4_array, array("blocks"), array("exponents"), array("out"));
     m.def("layout_name", &layout_name, "is_int8"_a);
     m.def("available_kernels", [] {
         std::vector<std::string> names;

@@ -18,8 +18,8 @@ namespace {
 #define ANAPHORA_KERNELS(name, isa)                                                            \
     Kernels {                                                                                  \
         name, isa::weight_depth, isa::weight_offset, isa::linear, isa::gated_mlp,              \
-            isa::rms_norm, isa::rope, isa::store_kv, isa::attention, isa::peak_int8,           \
-            isa::peak_float                                                                    \
+            isa::experts, isa::rms_norm, isa::norm_heads, isa::rope, isa::store_kv,            \
+            isa::attention, isa::peak_int8, isa::peak_float                                                                    \
     }
 
 // Functions, not constants: other files' constants may not be there yet when this one's are made.

@@ -8,7 +8,9 @@
     extern const int weight_depth, weight_offset;                                                 \
     void linear(const float*, int, const anaphora::Norm&, const anaphora::Weight&, bool, float*); \
     void gated_mlp(const float*, int, const anaphora::Norm&, const anaphora::Weight&,             \
-                   const anaphora::Weight&, bool, float*);                                        \
+                   const anaphora::Weight&, anaphora::Gate, bool, float*);                        \
+    void experts(const float*, int, const float*, const anaphora::Experts&, float*);              \
+    void norm_heads(float*, int64_t, int, int, int, const anaphora::Norm&);                       \
     void rms_norm(const float*, const anaphora::Norm&, int, int, float*);                         \
     void rope(float*, int64_t, const int32_t*, int, int, int, const float*, const float*);        \
     void store_kv(const anaphora::KVLayout&, int, const float*, const float*, int64_t,            \

@@ -30,11 +30,17 @@ inline constexpr int kPartition = 512;
 //   float32  data [ceil(n/16)][k][16]
 //   int8     data [ceil(n/16)][ceil(k/32) * 32 / depth][16][depth], in the byte order of one
 //            instruction set (Kernels::depth and weight_offset); scale [ceil(n/16) * 16]
+//   mxfp4    data [ceil(n/16)][k/32][elements, exponents]: four-bit floats (OCP MX, E2M1) of sixteen
+//            columns by 32 inputs as [32 / depth] pieces, of which a byte holds number i of the
+//            first half below number i of the second; a biased exponent for each column
 //
 // A gated matrix holds two of the same size whose panels of sixteen columns take turns: n counts
-// the columns of both, padding included.
+// the columns of both, padding included. A stack holds several matrices of the same size, one after
+// the other, each with its scale and bias.
+enum class WeightType { float32, int8, mxfp4 };
+
 struct Weight {
-    bool is_int8;
+    WeightType type;
     int n, k;
     const void* data;
     const float* scale;  // per column, int8 only
@@ -45,6 +51,18 @@ struct Weight {
 struct Norm {
     const float* weight;
     float eps;
+};
+
+// What is multiplied with `up` in a gated MLP.
+enum class Gate { silu, gelu_tanh };
+
+// Experts of one layer (Shazeer et al., 2017): gated MLPs, of which each row uses the top_k with the
+// largest router logits. gate = min(gate, limit), up = clamp(up, -limit, limit); their product is
+// gate sigmoid(alpha gate) (up + 1).
+struct Experts {
+    int count, top_k;
+    float alpha, limit;
+    Weight gate_up, down;  // stacks
 };
 
 inline constexpr int64_t kNoSlot = -1;
@@ -101,6 +119,7 @@ struct AttentionParams {
     float scale;
     int window;
     const float* sinks;  // [num_heads] or null
+    float softcap;       // scores become softcap tanh(score / softcap); 0: as they are
 };
 
 // One instruction set's kernels. Each is run by the calling thread and the pool together.
@@ -116,13 +135,21 @@ struct Kernels {
     void (*linear)(const float* x, int m, const Norm& norm, const Weight& w, bool is_added,
                    float* out);
 
-    // out [m, down.n] = (silu(gate) * up) down^T + bias, or added, for gate | up = norm(x) w^T + bias
+    // out [m, down.n] = (gate(gate) * up) down^T + bias, or added, for gate | up = norm(x) w^T + bias
     // with the gated matrix gate_up.
     void (*gated_mlp)(const float* x, int m, const Norm& norm, const Weight& gate_up,
-                      const Weight& down, bool is_added, float* out);
+                      const Weight& down, Gate gate, bool is_added, float* out);
+
+    // Adds to out [m, down.n] what each row's experts give, weighted by the softmax of their router
+    // logits [m, experts.count], in the order of the experts' numbers. x [m, gate_up.k].
+    void (*experts)(const float* x, int m, const float* router, const Experts& experts, float* out);
 
     // out = x / sqrt(mean(x^2) + eps) * weight, per row of k.
     void (*rms_norm)(const float* x, const Norm& norm, int m, int k, float* out);
+
+    // Normalises in place each head of x [T, num_heads, head_dim] (rows `stride` floats apart).
+    void (*norm_heads)(float* x, int64_t stride, int t, int num_heads, int head_dim,
+                       const Norm& norm);
 
     // Rotates in place each head of x [T, num_heads, head_dim] (rows `stride` floats apart) by its
     // position's angles: pairs (i, i + head_dim / 2). cos, sin [positions, head_dim / 2].
@@ -156,8 +183,17 @@ inline constexpr int kProbabilityMax = 32767;
 // Weight packing; K and N are padded with zeros, K of int8 to whole groups.
 int64_t packed_size_int8(int n, int k);
 int64_t packed_size_f32(int n, int k);
+int64_t packed_size_mxfp4(int n, int k);  // k a multiple of kGroup
 void pack_int8(const int8_t* w, int n, int k, int depth, int offset, int8_t* out);
 void pack_f32(const float* w, int n, int k, float* out);
+// blocks [n, k / 32, 16]: element 2 i in the low half of byte i, 2 i + 1 in the high half;
+// exponents [n, k / 32] biased by 127.
+void pack_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int n, int k, int depth,
+                uint8_t* out);
+
+inline constexpr int64_t mxfp4_panel_bytes(int k) {
+    return int64_t{k} / kGroup * (kPanel * kGroup / 2 + kPanel);
+}
 
 // The kernel sets this processor can run, best first, and the one in use.
 std::vector<const Kernels*> available_kernels();

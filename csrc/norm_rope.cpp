@@ -64,6 +64,22 @@ void rms_norm(const float* x, const anaphora::Norm& norm, int m, int k, float* o
     });
 }
 
+void norm_heads(float* x, int64_t stride, int t, int num_heads, int head_dim,
+                const anaphora::Norm& norm) {
+    for_rows(t, [&](int row) {
+        for (int head = 0; head < num_heads; ++head) {
+            float* at = x + row * stride + int64_t{head} * head_dim;
+            const f32x16 inverse = set1(inverse_rms(at, head_dim, norm.eps));
+            for (int i = 0; i < head_dim; i += kLanes) {
+                const int count = head_dim - i;
+                const f32x16 v = load_first(at + i, count) * inverse *
+                                 load_first(norm.weight + i, count);
+                store_first(at + i, v, count);
+            }
+        }
+    });
+}
+
 void rope(float* x, int64_t stride, const int32_t* positions, int t, int num_heads, int head_dim,
           const float* cos, const float* sin) {
     const int pairs = head_dim / 2;

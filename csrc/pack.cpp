@@ -33,6 +33,29 @@ void pack_int8(const int8_t* w, int n, int k, int depth, int offset, int8_t* out
 }
 void pack_f32(const float* w, int n, int k, float* out) { pack(w, n, k, k, 1, 0, out); }
 
+int64_t packed_size_mxfp4(int n, int k) { return panels(n) * mxfp4_panel_bytes(k); }
+void pack_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int n, int k, int depth,
+                uint8_t* out) {
+    std::fill(out, out + packed_size_mxfp4(n, k), uint8_t{0});
+    const int groups = k / kGroup, half = kPanel * depth / 2;
+    for (int64_t row = 0; row < n; ++row)
+        for (int g = 0; g < groups; ++g) {
+            const int column = static_cast<int>(row % kPanel);
+            uint8_t* group = out + row / kPanel * mxfp4_panel_bytes(k) +
+                             g * (kPanel * kGroup / 2 + kPanel);
+            const uint8_t* block = blocks + (row * groups + g) * (kGroup / 2);
+            for (int i = 0; i < kGroup; ++i) {
+                const int element = block[i / 2] >> (i % 2 * 4) & 15;
+                const int at = column * depth + i % depth;
+                group[i / depth * half + at % half] |=
+                    static_cast<uint8_t>(element << (at / half * 4));
+            }
+            // Elements are counted in halves, so the exponent is one less.
+            const uint8_t exponent = exponents[row * groups + g];
+            group[kPanel * kGroup / 2 + column] = exponent > 0 ? exponent - 1 : 0;
+        }
+}
+
 int kv_int16_max(int head_dim) {
     return std::min(32767, static_cast<int>(std::sqrt(2147483647.0 / head_dim)));
 }

@@ -10,7 +10,8 @@
 // i16x32            sixteen pairs of int16: dot() multiplies each pair with one common pair
 // Weights           kDepth int8 of sixteen columns: dot() multiplies them with kDepth activations,
 //                   which the instruction set wants as Activation; weights are stored plus
-//                   kWeightOffset
+//                   kWeightOffset; load_fp4 makes them of four-bit floats, in halves, plus
+//                   kFp4Offset
 #pragma once
 
 #include <cmath>

@@ -108,11 +108,22 @@ inline i32x16 dot(i32x16 acc, i16x32 w, const int16_t* pair) {
 #endif
 }
 
+inline f32x16 power_of_two(const uint8_t* exponents) {
+    const auto widen = [](const uint8_t* p) {
+        const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(x), 23));
+    };
+    return {widen(exponents), widen(exponents + 8)};
+}
+
 #if defined(ANAPHORA_AVX_VNNI)
 
 // Unsigned weights (stored + 128) times signed activations, four of each column at a time.
 inline constexpr int kDepth = 4;
 inline constexpr int kWeightOffset = 128;
+inline constexpr int kFp4Offset = 12;
+inline constexpr uint8_t kFp4Values[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                           12, 11, 10, 9,  8,  6,  4,  0};
 using Activation = int8_t;
 struct Weights {
     __m256i lo, hi;
@@ -126,6 +137,14 @@ inline i32x16 dot(i32x16 acc, Weights w, const int8_t* four) {
     std::memcpy(&all, four, sizeof all);
     const __m256i x = _mm256_set1_epi32(all);
     return {_mm256_dpbusd_avx_epi32(acc.lo, w.lo, x), _mm256_dpbusd_avx_epi32(acc.hi, w.hi, x)};
+}
+inline Weights load_fp4(const uint8_t* p) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i low = _mm256_set1_epi8(15);
+    const __m256i table = _mm256_broadcastsi128_si256(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Values)));
+    return {_mm256_shuffle_epi8(table, _mm256_and_si256(both, low)),
+            _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(both, 4), low))};
 }
 // whole numbers within the int8 range
 inline void store_activations(int8_t* p, f32x16 v) {
@@ -141,11 +160,23 @@ inline void store_activations(int8_t* p, f32x16 v) {
 // Without a byte product that cannot saturate: both sides as int16, two of each column at a time.
 inline constexpr int kDepth = 2;
 inline constexpr int kWeightOffset = 0;
+inline constexpr int kFp4Offset = 0;
+inline constexpr int8_t kFp4Values[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                          0, -1, -2, -3, -4, -6, -8, -12};
 using Activation = int16_t;
 using Weights = i16x32;
 inline Weights load_weights(const int8_t* p) {
     const auto* v = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128(v)), _mm256_cvtepi8_epi16(_mm_loadu_si128(v + 1))};
+}
+inline Weights load_fp4(const uint8_t* p) {
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i low = _mm_set1_epi8(15);
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Values));
+    const auto widen = [&](__m128i x) {
+        return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(table, _mm_and_si128(x, low)));
+    };
+    return {widen(both), widen(_mm_srli_epi16(both, 4))};
 }
 
 #endif

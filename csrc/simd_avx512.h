@@ -62,6 +62,9 @@ inline i32x16 dot(i32x16 acc, i16x32 w, const int16_t* pair) {
 
 inline constexpr int kDepth = 4;
 inline constexpr int kWeightOffset = 128;
+inline constexpr int kFp4Offset = 12;
+inline constexpr uint8_t kFp4Values[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                           12, 11, 10, 9,  8,  6,  4,  0};
 using Activation = int8_t;
 struct Weights {
     __m512i v;
@@ -71,6 +74,19 @@ inline i32x16 dot(i32x16 acc, Weights w, const int8_t* four) {
     int32_t all;
     std::memcpy(&all, four, sizeof all);
     return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(all))};
+}
+// Number i of the first half of a piece is in the low half of byte i, of the second in the high.
+inline Weights load_fp4(const uint8_t* p) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(both),
+                                              _mm256_srli_epi16(both, 4), 1);
+    const __m512i table = _mm512_broadcast_i32x4(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Values)));
+    return {_mm512_shuffle_epi8(table, _mm512_and_si512(halves, _mm512_set1_epi8(15)))};
+}
+inline f32x16 power_of_two(const uint8_t* exponents) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(x), 23))};
 }
 inline void store_activations(int8_t* p, f32x16 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),

@@ -121,12 +121,28 @@ inline i32x16 dot(i32x16 acc, i16x32 w, const int16_t* pair) {
 
 inline constexpr int kDepth = 4;
 inline constexpr int kWeightOffset = 0;
+inline constexpr int kFp4Offset = 0;
+inline constexpr int8_t kFp4Values[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                          0, -1, -2, -3, -4, -6, -8, -12};
 using Activation = int8_t;
 struct Weights {
     int8x16_t at[4];
 };
 inline Weights load_weights(const int8_t* p) {
     return {{vld1q_s8(p), vld1q_s8(p + 16), vld1q_s8(p + 32), vld1q_s8(p + 48)}};
+}
+inline Weights load_fp4(const uint8_t* p) {
+    const int8x16_t table = vld1q_s8(kFp4Values);
+    const uint8x16_t a = vld1q_u8(p), b = vld1q_u8(p + 16), low = vdupq_n_u8(15);
+    return {{vqtbl1q_s8(table, vandq_u8(a, low)), vqtbl1q_s8(table, vandq_u8(b, low)),
+             vqtbl1q_s8(table, vshrq_n_u8(a, 4)), vqtbl1q_s8(table, vshrq_n_u8(b, 4))}};
+}
+inline f32x16 power_of_two(const uint8_t* exponents) {
+    const uint8x16_t x = vld1q_u8(exponents);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(x)), high = vmovl_high_u8(x);
+    const auto shift = [](uint32x4_t v) { return vreinterpretq_f32_u32(vshlq_n_u32(v, 23)); };
+    return {{shift(vmovl_u16(vget_low_u16(low))), shift(vmovl_high_u16(low)),
+             shift(vmovl_u16(vget_low_u16(high))), shift(vmovl_high_u16(high))}};
 }
 inline i32x16 dot(i32x16 acc, Weights w, const int8_t* four) {
     int32_t all;

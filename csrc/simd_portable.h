@@ -151,12 +151,31 @@ inline i32x16 dot(i32x16 acc, i16x32 w, const int16_t* pair) {
 
 inline constexpr int kDepth = 2;
 inline constexpr int kWeightOffset = 0;
+inline constexpr int kFp4Offset = 0;
+inline constexpr int8_t kFp4Values[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                          0, -1, -2, -3, -4, -6, -8, -12};
 using Activation = int16_t;
 using Weights = i16x32;
 inline Weights load_weights(const int8_t* p) {
     Weights r;
     for (int i = 0; i < 2 * kLanes; ++i) r.at[i] = p[i];
     return r;
+}
+inline Weights load_fp4(const uint8_t* p) {
+    Weights r;
+    for (int i = 0; i < kLanes; ++i) {
+        r.at[i] = kFp4Values[p[i] & 15];
+        r.at[i + kLanes] = kFp4Values[p[i] >> 4];
+    }
+    return r;
+}
+inline f32x16 power_of_two(const uint8_t* exponents) {
+    return each([&](int i) {
+        const uint32_t bits = static_cast<uint32_t>(exponents[i]) << 23;
+        float x;
+        std::memcpy(&x, &bits, sizeof x);
+        return x;
+    });
 }
 inline void store_i16(int16_t* p, f32x16 v) {
     for (int i = 0; i < kLanes; ++i)

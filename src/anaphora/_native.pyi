@@ -20,6 +20,7 @@ class Weight:
         n: int,
         k: int,
         layout: str,
+        count: int,
     ) -> None: ...
 
 class KVView:
@@ -51,10 +52,34 @@ class Rope:
 
 def linear(x: _Float, weight: Weight, out: _Float, is_added: bool, norm: Norm | None) -> None: ...
 def gated_mlp(
-    x: _Float, gate_up: Weight, down: Weight, out: _Float, is_added: bool, norm: Norm | None
+    x: _Float,
+    gate_up: Weight,
+    down: Weight,
+    gate: str,
+    out: _Float,
+    is_added: bool,
+    norm: Norm | None,
+) -> None: ...
+def experts(
+    x: _Float,
+    router: _Float,
+    gate_up: Weight,
+    down: Weight,
+    top_k: int,
+    alpha: float,
+    limit: float,
+    out: _Float,
 ) -> None: ...
 def rms_norm(x: _Float, norm: Norm, out: _Float) -> None: ...
-def rope_and_store(kv: KVView, layer: int, qkv: _Float, batch: BatchView, rope: Rope) -> None: ...
+def rope_and_store(
+    kv: KVView,
+    layer: int,
+    qkv: _Float,
+    batch: BatchView,
+    rope: Rope,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+) -> None: ...
 def attention(
     kv: KVView,
     layer: int,
@@ -64,11 +89,16 @@ def attention(
     out: _Float,
     window: int,
     sinks: _Float | None,
+    softcap: float,
 ) -> None: ...
 def packed_size_int8(n: int, k: int) -> int: ...
 def packed_size_f32(n: int, k: int) -> int: ...
+def packed_size_mxfp4(n: int, k: int) -> int: ...
 def pack_int8(w: npt.NDArray[np.int8], out: npt.NDArray[np.int8]) -> None: ...
 def pack_f32(w: _Float, out: _Float) -> None: ...
+def pack_mxfp4(
+    blocks: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]
+) -> None: ...
 def layout_name(is_int8: bool) -> str: ...
 def available_kernels() -> list[str]: ...
 def kernel_name() -> str: ...

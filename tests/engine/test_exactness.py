@@ -13,6 +13,7 @@ from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
 from anaphora.types import CacheScope
 from tests.engine.driving import Driver, assert_bit_equal
+from tests.models.families import GEMMA3, GPT_OSS, write_family
 from tests.models.tiny import write_tiny_llama
 
 BEST, *OTHERS = _native.available_kernels()
@@ -23,9 +24,16 @@ MODELS = [
         for kernels in (BEST, *OTHERS)
     ),
     *(("tiny", "int8", BEST, kv_dtype) for kv_dtype in ("float16", "bfloat16", "float32")),
+    *(
+        (family, dtype, BEST, "auto")
+        for family in ("gemma3_text", "gpt_oss")
+        for dtype in ("int8", "float32")
+    ),
+    *(("gpt_oss", "int8", kernels, "auto") for kernels in OTHERS),
     ("smollm2", "int8", BEST, "auto"),
     ("smollm2", "float32", BEST, "auto"),
 ]
+FAMILIES = {config["model_type"]: config for config in (GEMMA3, GPT_OSS)}
 NUM_PROMPT = 700  # crosses the first attention partition (512) and is no multiple of a block
 
 
@@ -35,6 +43,8 @@ def driver(request, tmp_path_factory):
     _native.select_kernels(kernels)
     if name == "tiny":
         path = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    elif name in FAMILIES:
+        path = write_family(tmp_path_factory.mktemp(name), FAMILIES[name])
     else:
         path = request.getfixturevalue("smollm2_path")
     config = EngineConfig(
@@ -42,7 +52,7 @@ def driver(request, tmp_path_factory):
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
         threads=2,
-        kv_cache_memory=2**30 if name != "tiny" else 2**26,
+        kv_cache_memory=2**30 if name == "smollm2" else 2**26,
     )
     yield Driver(Engine(config))
     _native.select_kernels(BEST)

@@ -13,7 +13,7 @@ import pytest
 from anaphora.errors import CorruptCheckpoint, UnsupportedModel
 from anaphora.loaders.checkpoint import open_checkpoint
 from anaphora.loaders.fields import Fields
-from anaphora.loaders.gguf import _eos_token_ids
+from anaphora.loaders.gguf_config import _eos_token_ids
 from anaphora.loaders.rope_factors import llama3_factors
 from anaphora.models.config import RopeScaling
 from anaphora.text.chat import ChatTemplate
@@ -62,7 +62,16 @@ class TestRealModel:
 
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
-    [("F32", 0), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 3e-2), ("Q4_0", 0.6), ("Q4_1", 0.4)],
+    [
+        ("F32", 0),
+        ("F16", 2e-3),
+        ("BF16", 2e-2),
+        ("Q8_0", 3e-2),
+        ("Q4_0", 0.6),
+        ("Q4_1", 0.4),
+        ("Q5_0", 0.3),
+        ("Q5_1", 0.2),
+    ],
 )
 def test_each_type_reads_as_what_was_written(tmp_path: Path, kind: str, tolerance: float) -> None:
     path = write_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, kind=kind)
@@ -312,9 +321,9 @@ def test_other_architecture_type_and_tensor_are_named(tmp_path: Path, tiny_gguf:
     path.write_bytes(data.replace(b"blk.1.attn_norm.weight", b"blk.7.attn_norm.weight"))
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.7.*2 layers"):
         open_checkpoint(path)
-    raw = {DOWN: (np.zeros((64, 3 * 24), np.uint8), "Q5_1")}
+    raw = {DOWN: (np.zeros((64, 3 * 40), np.uint8), "Q8_1")}
     write_gguf(path, CONFIG, WEIGHTS, raw=raw)
-    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_down\.weight has type Q5_1"):
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_down\.weight has type Q8_1"):
         open_checkpoint(path)
 
 

@@ -151,7 +151,7 @@ class TestConfiguration:
             ("quantization_config", {"bits": 4}),
             ("layer_types", ["sliding_attention"]),
             ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
-            ("rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+            ("rope_parameters", {"rope_type": "longrope", "factor": 2.0}),
         ],
     )
     def test_what_would_change_the_result_is_refused(

@@ -11,42 +11,16 @@ from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
 from anaphora.loaders.checkpoint import open_checkpoint
 from anaphora.models.registry import load_model
-from anaphora.ops.batch import Batch
-from anaphora.ops.kv_store import KVLayout
 from anaphora.ops.native import NativeOps
 from anaphora.ops.reference import ReferenceOps
 from tests.engine.driving import Driver
 from tests.golden.sampling import sample_vocabulary
+from tests.models.running import all_logits, divergence, load, perplexity
 from tests.models.tiny import TINY_VARIANTS, write_tiny_llama
 
 GOLDENS = np.load(Path(__file__).parent.parent / "golden" / "llama.npz")
 NUM_PROMPTS = 10
 HANDBOOK = Path(__file__).parents[2] / "examples" / "handbook.txt"
-
-
-def all_logits(model, ops, token_ids, kv_dtype="float32"):
-    """Logits [T, vocab] of one sequence in one chunk."""
-    c = model.config
-    model.set_max_model_len(2048)
-    layout = KVLayout(
-        num_layers=c.num_hidden_layers,
-        num_kv_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
-        block_size=16,
-        dtype=kv_dtype,
-    )
-    num_blocks = -(-len(token_ids) // 16)
-    store = ops.create_kv_store(layout, num_blocks)
-    span = np.arange(len(token_ids))
-    batch = Batch(
-        token_ids=np.asarray(token_ids, np.int32),
-        positions=span.astype(np.int32),
-        seq_index=np.zeros(len(span), np.int32),
-        slots=span.astype(np.int64),
-        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-        logit_rows=span.astype(np.int32),
-    )
-    return model.forward(batch, store)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +33,8 @@ def smollm2(smollm2_path):
 @pytest.mark.parametrize("backend", [NativeOps, ReferenceOps])
 def test_tiny_llama_equals_transformers(tmp_path, variant, backend):
     ops = backend("float32")
-    with open_checkpoint(write_tiny_llama(tmp_path, TINY_VARIANTS[variant])) as checkpoint:
-        model = load_model(checkpoint, ops)
-    found = all_logits(model, ops, GOLDENS[f"tiny/{variant}/ids"])
+    model = load(write_tiny_llama(tmp_path, TINY_VARIANTS[variant]), ops)
+    found = all_logits(model, GOLDENS[f"tiny/{variant}/ids"])
     np.testing.assert_allclose(found, GOLDENS[f"tiny/{variant}/logits"], atol=2e-4)
 
 
@@ -70,10 +43,8 @@ def test_tiny_llama_int8_equals_its_twin(tmp_path):
     path = write_tiny_llama(tmp_path)
     results = []
     for backend in (NativeOps, ReferenceOps):
-        ops = backend("int8")
-        with open_checkpoint(path) as checkpoint:
-            model = load_model(checkpoint, ops)
-        results.append(all_logits(model, ops, list(range(3, 60)), "int16"))
+        model = load(path, backend("int8"))
+        results.append(all_logits(model, list(range(3, 60)), "int16"))
     # a last-bit difference may round an activation the other way, a step of 1/127, here and there
     np.testing.assert_allclose(*results, atol=0.1)
     assert np.abs(results[0] - results[1]).mean() < 1e-3
@@ -82,7 +53,7 @@ def test_tiny_llama_int8_equals_its_twin(tmp_path):
 @pytest.mark.parametrize("prompt", range(NUM_PROMPTS))
 def test_smollm2_logits_equal_transformers(smollm2, prompt):
     model = smollm2.engine.runner.model
-    found = all_logits(model, model.ops, GOLDENS[f"smollm2/{prompt}/ids"])
+    found = all_logits(model, GOLDENS[f"smollm2/{prompt}/ids"])
     chosen = sample_vocabulary(found.shape[1])
     difference = np.abs(found[:, chosen] - GOLDENS[f"smollm2/{prompt}/logits"]).max()
     difference = max(difference, np.abs(found.max(axis=1) - GOLDENS[f"smollm2/{prompt}/max"]).max())
@@ -98,12 +69,6 @@ def test_smollm2_greedy_tokens_equal_transformers(smollm2, prompt):
     assert smollm2.tokens(request_id) == expected
 
 
-def log_softmax(logits):
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-
-
 def test_int8_stays_close_to_float32(smollm2, smollm2_path):
     """On a text of 1,500 tokens: mean KL divergence and perplexity."""
     with open_checkpoint(smollm2_path) as checkpoint:
@@ -112,11 +77,9 @@ def test_int8_stays_close_to_float32(smollm2, smollm2_path):
         int8 = load_model(checkpoint, ops)
     assert len(ids) == 1500
     full = smollm2.engine.runner.model
-    exact = log_softmax(all_logits(full, full.ops, ids))
-    near = log_softmax(all_logits(int8, ops, ids, "int16"))
-    divergence = (np.exp(exact) * (exact - near)).sum(axis=1).mean()
-    targets = np.arange(len(ids) - 1), np.asarray(ids[1:])
-    perplexity = [float(np.exp(-logprobs[targets].mean())) for logprobs in (exact, near)]
-    print(f"int8 against float32: mean KL {divergence:.5f}, perplexity {perplexity}")
-    assert divergence <= 0.008
-    assert abs(perplexity[1] / perplexity[0] - 1) <= 0.012
+    exact, near = all_logits(full, ids), all_logits(int8, ids, "int16")
+    kl = divergence(exact, near)
+    perplexities = perplexity(exact, ids), perplexity(near, ids)
+    print(f"int8 against float32: mean KL {kl:.5f}, perplexity {perplexities}")
+    assert kl <= 0.008
+    assert abs(perplexities[1] / perplexities[0] - 1) <= 0.012

@@ -11,7 +11,7 @@ flags="-O3 -std=c++20 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall
 kernels() { # name, options
     name=$1
     shift
-    for source in gemm attention norm_rope peak; do
+    for source in gemm moe attention norm_rope peak; do
         $CXX $flags -DANAPHORA_ISA=anaphora_$name "$@" -c "$root/csrc/$source.cpp" \
             -o "$objects/$source-$name.o"
     done

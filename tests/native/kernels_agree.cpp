@@ -3,6 +3,7 @@
 // For processors that the test run's machine is not: `make check-arm` builds it with a cross
 // compiler and runs it in an emulator. Where multiply-add is fused, as on 64-bit ARM, the sets must
 // agree in float too; the portable set itself is held to NumPy by tests/ops/test_parity.py.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -51,7 +52,32 @@ struct Matrix {
                       reinterpret_cast<int8_t*>(memory.data()));
         else
             pack_f32(floats.data(), n, k, memory.data());
-        return {is_int8, n, k, memory.data(), is_int8 ? scale.data() : nullptr, bias.data()};
+        return {is_int8 ? WeightType::int8 : WeightType::float32, n, k, memory.data(),
+                is_int8 ? scale.data() : nullptr, bias.data()};
+    }
+};
+
+// A stack of random matrices in four-bit floats.
+struct Stack {
+    int count, n, k;
+    std::vector<uint8_t> blocks, exponents;
+    std::vector<float> bias;
+
+    Stack(int count_, int n_, int k_)
+        : count(count_), n(n_), k(k_), bias(normals(count * padded(n))) {
+        for (int64_t i = 0; i < int64_t{count} * n * k / 2; ++i)
+            blocks.push_back(static_cast<uint8_t>(any(0, 255)));
+        for (int64_t i = 0; i < int64_t{count} * n * k / 32; ++i)
+            exponents.push_back(static_cast<uint8_t>(any(118, 124)));
+    }
+
+    Weight packed(const Kernels& set, std::vector<uint8_t>& memory) const {
+        const int64_t size = packed_size_mxfp4(n, k);
+        memory.assign(count * size, 0);
+        for (int i = 0; i < count; ++i)
+            pack_mxfp4(&blocks[int64_t{i} * n * k / 2], &exponents[int64_t{i} * n * k / 32], n, k,
+                       set.depth, &memory[i * size]);
+        return {WeightType::mxfp4, n, k, memory.data(), nullptr, bias.data()};
     }
 };
 
@@ -62,6 +88,14 @@ struct Problem {
     int hidden = any(1, 90);
     std::vector<float> x = normals(int64_t{m} * k), norm = normals(k);
     Matrix w{n, k}, gate_up{static_cast<int>(2 * padded(hidden)), k}, down{k, hidden};
+
+    Gate gate = any(0, 1) == 1 ? Gate::silu : Gate::gelu_tanh;
+    int num_experts = any(1, 9), top_k = any(1, std::min(num_experts, 4));
+    int expert_k = 32 * any(1, 3), expert_hidden = 32 * any(1, 3);
+    std::vector<float> expert_x = normals(int64_t{m} * expert_k);
+    std::vector<float> router = normals(int64_t{m} * num_experts);
+    Stack expert_up{num_experts, 2 * expert_hidden, expert_k};
+    Stack expert_down{num_experts, expert_k, expert_hidden};
 
     KVType type = static_cast<KVType>(any(0, 3));
     int kv_heads = any(1, 3), group = any(1, 4), dim = 8 * any(1, 10);
@@ -101,7 +135,17 @@ struct Problem {
         results.insert(results.end(), out.begin(), out.end());
         out.assign(int64_t{m} * k, 0.5f);
         set.gated_mlp(x.data(), m, norms, gate_up.packed(set, is_int8, memory[1]),
-                      down.packed(set, is_int8, memory[2]), false, out.data());
+                      down.packed(set, is_int8, memory[2]), gate, false, out.data());
+        results.insert(results.end(), out.begin(), out.end());
+        std::vector<uint8_t> stacks[2];
+        const Experts experts{num_experts,
+                              top_k,
+                              1.702f,
+                              0.8f,
+                              expert_up.packed(set, stacks[0]),
+                              expert_down.packed(set, stacks[1])};
+        out.assign(int64_t{m} * expert_k, 0.5f);
+        set.experts(expert_x.data(), m, router.data(), experts, out.data());
         results.insert(results.end(), out.begin(), out.end());
         const auto rows = static_cast<int>(positions.size());
         KVLayout kv{nullptr, type, blocks, 1, kv_heads, block_size, dim};
@@ -111,13 +155,18 @@ struct Problem {
         const int64_t stride = int64_t{heads + 2 * kv_heads} * dim;
         std::vector<float> rotated = qkv, angles = normals(700 * dim / 2);
         for (size_t i = 0; i < angles.size(); ++i) angles[i] = 1.0f / static_cast<float>(i + 1);
+        if (is_normed) {
+            const std::vector<float> weight(dim, 1.25f);
+            set.norm_heads(rotated.data(), stride, rows, heads, dim, {weight.data(), 1e-6f});
+        }
         set.rope(rotated.data(), stride, positions.data(), rows, heads + kv_heads, dim,
                  angles.data(), angles.data());
         const float* keys = rotated.data() + int64_t{heads} * dim;
         set.store_kv(kv, 0, keys, keys + int64_t{kv_heads} * dim, stride, slots.data(), rows);
         const AttentionBatch batch{rows,          blocks / 3,    positions.data(), seq_index.data(),
                                    tables.data(), order.data()};
-        const AttentionParams params{heads, 0.3f, window, window > 0 ? sinks.data() : nullptr};
+        const AttentionParams params{heads, 0.3f, window, window > 0 ? sinks.data() : nullptr,
+                                     is_normed ? 2.0f : 0.0f};
         out.assign(int64_t{rows} * heads * dim, 0.0f);
         set.attention(kv, 0, batch, params, rotated.data(), stride, out.data());
         results.insert(results.end(), out.begin(), out.end());

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anaphora.errors import CorruptCheckpoint, InvalidRequest
-from anaphora.loaders import gguf_header
-from anaphora.loaders.gguf import _map_file, read_vocabulary
-from anaphora.loaders.gguf_header import SUPPORTED_TYPES, read_header
+from anaphora.loaders.checkpoint import open_checkpoint
+from anaphora.loaders.gguf import read_vocabulary
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.detokenizer import Detokenizer
 from anaphora.text.tokenizer import Tokenizer
@@ -51,10 +50,8 @@ def test_a_space_at_the_beginning_only(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gemma3(gemma3_path: Path) -> Tokenizer:
-    with pytest.MonkeyPatch.context() as patch:  # the header is read whatever the weights are
-        patch.setattr(gguf_header, "SUPPORTED_TYPES", {*SUPPORTED_TYPES, "Q5_0"})
-        fields = read_header(_map_file(gemma3_path), gemma3_path).fields
-    return Tokenizer.from_vocabulary(read_vocabulary(fields, gemma3_path))
+    with open_checkpoint(gemma3_path) as checkpoint:
+        return checkpoint.tokenizer
 
 
 def test_gemma3_gives_the_ids_of_sentencepiece(gemma3: Tokenizer) -> None:

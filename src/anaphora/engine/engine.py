@@ -82,7 +82,7 @@ class Engine:
             dtype=config.resolved_kv_cache_dtype,
         )
         num_blocks = plan_num_blocks(
-            config, weight_bytes=model.weight_bytes, block_bytes=layout.block_bytes
+            config, weight_bytes=model.sizes.weight_bytes, block_bytes=layout.block_bytes
         )
         max_model_len = plan_max_model_len(
             config,
@@ -104,7 +104,7 @@ class Engine:
         kv_bytes = num_blocks * layout.block_bytes
         storages = create_storages(
             config,
-            taken_bytes=model.weight_bytes + kv_bytes,
+            taken_bytes=model.sizes.weight_bytes + kv_bytes,
             block_bytes=layout.block_bytes,
             disk_key=disk_key,
             identity=BlockHasher(secret, model_fields).root({}),
@@ -113,16 +113,16 @@ class Engine:
             name=name,
             architecture=model.config.model_type,
             num_parameters=num_parameters,
-            num_multiplied_weights=model.num_multiplied_weights,
-            num_head_weights=model.num_head_weights,
+            num_multiplied_weights=model.sizes.num_multiplied_weights,
+            num_head_weights=model.sizes.num_head_weights,
             vocab_size=model.config.vocab_size,
             max_model_len=max_model_len,
             dtype=config.dtype,
             kv_cache_dtype=layout.dtype,
             block_size=config.block_size,
             num_blocks=num_blocks,
-            weight_bytes=model.weight_bytes,
-            step_weight_bytes=model.step_weight_bytes,
+            weight_bytes=model.sizes.weight_bytes,
+            step_weight_bytes=model.sizes.step_weight_bytes,
             kv_cache_bytes=kv_bytes,
             tier_bytes={
                 "device": kv_bytes,

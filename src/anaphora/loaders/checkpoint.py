@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,17 +20,21 @@ import numpy.typing as npt
 
 from anaphora.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from anaphora.models.config import ModelConfig
+from anaphora.ops.quant import MXFP4
 from anaphora.text.chat import TemplateSource
 from anaphora.text.tokenizer import Tokenizer
 
 Float32Array = npt.NDArray[np.float32]
 Shape = tuple[int, ...]
 
-_LLAMA_TENSORS = re.compile(
-    r"model\.(embed_tokens|norm)\.weight|lm_head\.weight|model\.layers\.(?P<layer>\d+)\.("
-    r"(input|post_attention)_layernorm\.weight"
-    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.(weight|bias))"
-)
+_LAYER_TENSORS = {
+    "llama": r"(input|post_attention)_layernorm\.weight"
+    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.(weight|bias)",
+    "gemma3": r"(input|post_attention|(pre|post)_feedforward)_layernorm\.weight"
+    r"|self_attn\.([qkvo]_proj|[qk]_norm)\.weight|mlp\.(gate|up|down)_proj\.weight",
+    "gpt_oss": r"(input|post_attention)_layernorm\.weight|self_attn\.[qkvo]_proj\.(weight|bias)"
+    r"|self_attn\.sinks|mlp\.router\.(weight|bias)|mlp\.experts\.(gate_up|down)_proj(_bias)?",
+}
 
 
 class Checkpoint(abc.ABC):
@@ -38,7 +42,8 @@ class Checkpoint(abc.ABC):
 
     ``name`` is the file's or directory's name. ``files`` are those that decide the model's results,
     in a fixed order. ``tensor_names`` are as in Hugging Face checkpoints, without the head when it
-    is the embedding.
+    is the embedding. Tensors are as the formulas use them, whatever the format: a norm's weight is
+    what is multiplied with, an expert's gate and up rows lie one after the other.
     """
 
     def __init__(
@@ -77,6 +82,10 @@ class Checkpoint(abc.ABC):
         """The tensor as a new array in C order; ``name`` exists."""
 
     @abc.abstractmethod
+    def _read_expert(self, name: str, index: int) -> Float32Array | MXFP4:
+        """One matrix ``[out, in]`` of the stack ``name``, which exists and has so many."""
+
+    @abc.abstractmethod
     def _build_tokenizer(self) -> Tokenizer: ...
 
     @abc.abstractmethod
@@ -112,19 +121,40 @@ class Checkpoint(abc.ABC):
         Raises ``CorruptCheckpoint`` when it is missing, has another shape than expected, or holds
         values that are not finite.
         """
-        shape = self.shape(name)
-        if expected_shape is not None and shape != expected_shape:
-            raise CorruptCheckpoint(
-                f"{self.path}: tensor {name} has shape {shape}, but the configuration asks for "
-                f"{expected_shape}; the file or its configuration is from another model"
-            )
+        self._check_shape(name, expected_shape)
         array = self._read(name)
         # Neither format has checksums; a NaN here would show only as senseless answers.
-        if not np.isfinite(array).all():
+        self._check_finite(name, bool(np.isfinite(array).all()))
+        return array
+
+    def read_expert(
+        self, name: str, index: int, expected_shape: tuple[int, int, int]
+    ) -> Float32Array | MXFP4:
+        """Matrix ``index`` of the stack ``name`` of ``expected_shape`` [experts, out, in].
+
+        Gate | up rows in one that has both. Raises as ``read`` does.
+        """
+        self._check_shape(name, expected_shape)
+        matrix = self._read_expert(name, index)
+        if isinstance(matrix, MXFP4):
+            self._check_finite(name, not (matrix.exponents == 255).any())
+        else:
+            self._check_finite(name, bool(np.isfinite(matrix).all()))
+        return matrix
+
+    def _check_shape(self, name: str, expected: Shape | None) -> None:
+        shape = self.shape(name)
+        if expected is not None and shape != expected:
+            raise CorruptCheckpoint(
+                f"{self.path}: tensor {name} has shape {shape}, but the configuration asks for "
+                f"{expected}; the file or its configuration is from another model"
+            )
+
+    def _check_finite(self, name: str, is_finite: bool) -> None:
+        if not is_finite:
             raise CorruptCheckpoint(
                 f"{self.path}: tensor {name} holds values that are not finite; fetch the file again"
             )
-        return array
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -162,12 +192,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise ModelNotFound(f"{path} does not exist; give a .gguf file or a Hugging Face directory")
 
 
-def check_tensor_names(path: Path, names: Sequence[str], num_hidden_layers: int) -> None:
-    """Raises ``UnsupportedModel`` for a tensor that the Llama architecture would leave unused."""
+def check_tensor_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
+    """Raises ``UnsupportedModel`` for a tensor that the architecture would leave unused."""
+    pattern = re.compile(
+        r"model\.(embed_tokens|norm)\.weight|lm_head\.weight|model\.layers\.(?P<layer>\d+)\."
+        rf"({_LAYER_TENSORS[config.model_type]})"
+    )
     for name in names:
-        match = _LLAMA_TENSORS.fullmatch(name)
-        if match is None or (match["layer"] and int(match["layer"]) >= num_hidden_layers):
+        match = pattern.fullmatch(name)
+        if match is None or (match["layer"] and int(match["layer"]) >= config.num_hidden_layers):
             raise UnsupportedModel(
-                f"{path}: tensor {name} has no place in a llama model of {num_hidden_layers} "
-                "layers; it is another architecture or a wrong configuration"
+                f"{path}: tensor {name} has no place in a {config.model_type} model of "
+                f"{config.num_hidden_layers} layers; it is another architecture or a wrong "
+                "configuration"
             )

@@ -49,6 +49,16 @@ class Fields:
             raise self._wrong(key, value, "true or false")
         return value
 
+    def inner(self, key: str) -> Fields:
+        """The fields of the object ``key``, none when it is absent."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        prefix = f"{self.prefix}{key}."
+        return Fields(
+            {prefix + name: item for name, item in (value or {}).items()}, self.path, prefix
+        )
+
     def token_id(self, key: str) -> int | None:
         """A token id, None when absent."""
         ids = self.token_ids(key)

@@ -1,44 +1,27 @@
-"""GGUF files of the Llama architecture, translated to Hugging Face's names and row order."""
+"""GGUF files, translated to Hugging Face's names and row order."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from anaphora.errors import CorruptCheckpoint, ModelError, UnsupportedModel
 from anaphora.loaders.checkpoint import Checkpoint, Float32Array, check_tensor_names
-from anaphora.loaders.fields import Fields, check_config, head_dim
-from anaphora.loaders.gguf_header import Header, TensorInfo, read_header
-from anaphora.loaders.rope_factors import recover_llama3
-from anaphora.models.config import ModelConfig, RopeScaling
+from anaphora.loaders.fields import Fields
+from anaphora.loaders.gguf_config import read_config, translate_names
+from anaphora.loaders.gguf_header import TensorInfo, read_header
+from anaphora.ops.quant import GROUP, MXFP4
 from anaphora.text.chat import TemplateSource
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.text.vocabulary import TokenType, Vocabulary, turn_ends
-
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ROPE_FREQS = "rope_freqs.weight"
+from anaphora.text.vocabulary import TokenType, Vocabulary
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -48,14 +31,14 @@ class GGUFCheckpoint(Checkpoint):
         self._data = _map_file(path)
         try:
             header = read_header(self._data, path)
-            config = _read_config(header, path)
-            self._tensors = _translate_names(header, path)
-            check_tensor_names(path, list(self._tensors), config.num_hidden_layers)
+            config = read_config(header, path)
+            self._tensors = translate_names(header, path)
+            shapes = _expert_shapes(self._tensors, path)
+            check_tensor_names(path, shapes, config)
         except BaseException:
             self._data.close()
             raise
         self._fields = header.fields
-        shapes = {name: info.shape for name, info in self._tensors.items()}
         super().__init__(path, path.stem, config=config, shapes=shapes, files=[path])
 
     def close(self) -> None:
@@ -81,17 +64,71 @@ class GGUFCheckpoint(Checkpoint):
         return (named["default"] if set(named) == {"default"} else named) or None
 
     def _read(self, name: str) -> Float32Array:
-        info = self._tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
-        kind = GGMLQuantizationType[info.kind]
-        with np.errstate(all="ignore"):  # damaged scales; what comes of them is found in read()
-            array = dequantize(raw.reshape(info.num_rows, -1), kind).reshape(info.shape)
+        if name.endswith("gate_up_proj_bias"):
+            return np.concatenate([self._floats(part) for part in _gate_and_up(name)], axis=1)
+        array = self._floats(name)
+        if self.config.model_type != "llama":
+            return array
         if name.endswith(("q_proj.weight", "q_proj.bias")):
             return _restore_rows(array, self.config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")):
             return _restore_rows(array, self.config.num_key_value_heads)
+        return array
+
+    def _read_expert(self, name: str, index: int) -> Float32Array | MXFP4:
+        if not name.endswith("gate_up_proj"):
+            return self._expert_part(name, index)
+        gate, up = (self._expert_part(part, index) for part in _gate_and_up(name))
+        if isinstance(gate, MXFP4) and isinstance(up, MXFP4):
+            blocks = np.concatenate([gate.blocks, up.blocks])
+            return MXFP4(blocks, np.concatenate([gate.exponents, up.exponents]))
+        if isinstance(gate, MXFP4) or isinstance(up, MXFP4):
+            raise UnsupportedModel(f"{self.path}: gate and up of {name} are of different types")
+        return np.concatenate([gate, up])
+
+    def _expert_part(self, name: str, index: int) -> Float32Array | MXFP4:
+        info = self._tensors[name]
+        if info.kind != "MXFP4":
+            return self._floats(name, index)
+        raw = self._raw(info, index).reshape(info.shape[1], -1, 1 + GROUP // 2)
+        # Elements i and i + 16 share a byte here, in MXFP4 neighbours do.
+        elements = np.concatenate([raw[..., 1:] & 15, raw[..., 1:] >> 4], axis=-1)
+        blocks = elements[..., ::2] | elements[..., 1::2] << 4
+        return MXFP4(np.ascontiguousarray(blocks), np.ascontiguousarray(raw[..., 0]))
+
+    def _raw(self, info: TensorInfo, index: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes of the tensor, or of entry ``index`` along its first axis."""
+        if index is None:
+            return np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
+        size = info.num_bytes // info.shape[0]
+        return np.frombuffer(self._data, np.uint8, size, info.offset + index * size)
+
+    def _floats(self, name: str, index: int | None = None) -> Float32Array:
+        info = self._tensors[name]
+        shape = info.shape if index is None else info.shape[1:]
+        kind = GGMLQuantizationType[info.kind]
+        raw = self._raw(info, index).reshape(math.prod(shape[:-1]), -1)
+        with np.errstate(all="ignore"):  # damaged scales; what comes of them is found in read()
+            array = dequantize(raw, kind).reshape(shape)
         # A float32 tensor is a view of the file; others are new already and can be large.
         return np.array(array, np.float32, copy=info.kind == "F32")
+
+
+def _gate_and_up(name: str) -> tuple[str, str]:
+    return name.replace("gate_up", "gate"), name.replace("gate_up", "up")
+
+
+def _expert_shapes(tensors: dict[str, TensorInfo], path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes with gate and up of a stack of experts as one tensor."""
+    shapes = {name: info.shape for name, info in tensors.items()}
+    for name in [n for n in shapes if ".experts.gate_proj" in n]:
+        up = name.replace("gate_proj", "up_proj")
+        if shapes.get(up) != shapes[name]:
+            raise CorruptCheckpoint(f"{path}: {name} and {up} must have the same shape")
+        count, rows, *rest = shapes.pop(name)
+        del shapes[up]
+        shapes[name.replace("gate_proj", "gate_up_proj")] = (count, 2 * rows, *rest)
+    return shapes
 
 
 def _map_file(path: Path) -> mmap.mmap:
@@ -113,114 +150,6 @@ def _restore_rows(array: Float32Array, num_heads: int) -> Float32Array:
         raise CorruptCheckpoint(f"{array.shape[0]} rows cannot be shared by {num_heads} heads")
     rows = array.reshape(num_heads, -1, 2, *array.shape[1:]).swapaxes(1, 2)
     return np.array(rows.reshape(array.shape), np.float32, order="C")
-
-
-def _translate_names(header: Header, path: Path) -> dict[str, TensorInfo]:
-    """Tensors by their Hugging Face names; those unknown to us keep GGUF's and are refused."""
-    translated: dict[str, TensorInfo] = {}
-    for name, info in header.tensors.items():
-        if name == _ROPE_FREQS:
-            continue
-        match = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", name)
-        if match and match[2] in _LAYER_NAMES:
-            target = f"model.layers.{int(match[1])}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-        else:
-            target = _TOP_NAMES.get(name, name)
-        if target in translated:
-            raise CorruptCheckpoint(f"{path} is damaged: the tensor {target} occurs twice")
-        translated[target] = info
-    return translated
-
-
-def _read_config(header: Header, path: Path) -> ModelConfig:
-    architecture = header.fields.get("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedModel(
-            f"{path}: general.architecture is {architecture!r}; supported is 'llama'"
-        )
-    fields = Fields(header.fields, path, "llama.")
-    _refuse_variants(fields)
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CorruptCheckpoint(f"{path}: the matrix token_embd.weight is missing")
-    hidden_size = fields.size("embedding_length")
-    num_heads = fields.size("attention.head_count")
-    dim = head_dim(fields, "attention.key_length", hidden_size, num_heads)
-    fields.refuse("attention.value_length", dim)
-    fields.refuse("rope.dimension_count", dim)
-    rope_theta = _as_written(fields.number("rope.freq_base", 10000.0))
-    config = ModelConfig(
-        model_type="llama",
-        vocab_size=embedding.shape[0],
-        hidden_size=hidden_size,
-        intermediate_size=fields.size("feed_forward_length"),
-        num_hidden_layers=fields.size("block_count"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=fields.size("attention.head_count_kv", num_heads),
-        head_dim=dim,
-        rms_norm_eps=_as_written(fields.number("attention.layer_norm_rms_epsilon")),
-        rope_theta=rope_theta,
-        max_position_embeddings=fields.size("context_length"),
-        rope_scaling=_rope_scaling(header, fields, dim, rope_theta),
-        tie_word_embeddings="output.weight" not in header.tensors,
-        attention_bias="blk.0.attn_q.bias" in header.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
-        bos_token_id=Fields(header.fields, path).token_id("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_eos_token_ids(Fields(header.fields, path)),
-    )
-    return check_config(config, path)
-
-
-def _refuse_variants(fields: Fields) -> None:
-    """Fields that change the result in a way that we do not implement."""
-    for key in ("expert_count", "attention.sliding_window", "attention.clamp_kqv"):
-        fields.refuse(key, 0)
-    for key in ("attention.scale", "attn_logit_softcapping", "final_logit_softcapping"):
-        fields.refuse(key, 0.0)
-    for key in ("logit_scale", "residual_scale", "embedding_scale", "rope.scaling.attn_factor"):
-        fields.refuse(key, 0.0, 1.0)
-    fields.refuse("attention.causal", True)
-    Fields(fields.values, fields.path).refuse("split.count", 0, 1)
-
-
-def _rope_scaling(
-    header: Header, fields: Fields, dim: int, rope_theta: float
-) -> RopeScaling | None:
-    kind = fields.get("rope.scaling.type")
-    info = header.tensors.get(_ROPE_FREQS)
-    if kind not in (None, "none", "linear"):
-        raise fields.unsupported("rope.scaling.type", kind, "; supported are 'linear' and 'none'")
-    if kind == "linear" and info is not None:
-        raise fields.unsupported("rope.scaling.type", kind, f" beside the tensor {_ROPE_FREQS}")
-    if kind == "linear":
-        return RopeScaling(
-            rope_type="linear", factor=_as_written(fields.number("rope.scaling.factor"))
-        )
-    if info is None:
-        return None
-    if info.kind != "F32" or info.shape != (dim // 2,):
-        raise CorruptCheckpoint(
-            f"{fields.path}: {_ROPE_FREQS} is {info.kind} of shape {info.shape}; it must be F32 of "
-            f"shape {(dim // 2,)}"
-        )
-    with fields.path.open("rb") as file:
-        file.seek(info.offset)
-        factors = np.frombuffer(file.read(info.num_bytes), np.float32)
-    return recover_llama3(factors, rope_theta, fields.path)
-
-
-def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
-    found = [i for key in keys for i in fields.token_ids(f"tokenizer.ggml.{key}")]
-    tokens = fields.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list):
-        found += turn_ends({text: i for i, text in enumerate(tokens) if isinstance(text, str)})
-    return tuple(dict.fromkeys(found))
-
-
-def _as_written(value: float) -> float:
-    """The shortest decimal that rounds to this float32, as 1e-05 for 9.99999975e-06."""
-    return float(str(np.float32(value)))
 
 
 def read_vocabulary(metadata: dict[str, Any], path: Path) -> Vocabulary:

@@ -23,7 +23,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from anaphora.errors import CorruptCheckpoint, UnsupportedModel
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+SUPPORTED_TYPES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"),
+    "MXFP4",
+)
 _VERSIONS = (2, 3)
 _MIN_FIELD_BYTES = 8 + 4 + 1  # empty key, type, one byte
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8

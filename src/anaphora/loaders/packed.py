@@ -29,7 +29,7 @@ from anaphora.ops.api import Linear, Ops
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of the file's format and of how weights are rounded
+_VERSION = 3  # of the file's format and of how weights are rounded
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 32
@@ -85,12 +85,12 @@ class PackedWeights:
         parts = ("data", "scale", "bias")
         if self._found is not None:
             data, scale, bias = (self._found.get(f"{name}.{part}") for part in parts)
-            out_features, in_features = self._found[f"{name}.shape"].tolist()
+            out_features, in_features, count = self._found[f"{name}.shape"].tolist()
             assert data is not None
-            return self._ops.load_linear(in_features, out_features, data, scale, bias)
+            return self._ops.load_linear(in_features, out_features, data, scale, bias, count)
         linear = make()
         if self._writer is not None:
-            shape = np.array([linear.out_features, linear.in_features], np.int64)
+            shape = np.array([linear.out_features, linear.in_features, linear.count], np.int64)
             self._writer.add(f"{name}.shape", shape)
             for part in parts:
                 if (array := getattr(linear, part)) is not None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 
 from anaphora.errors import CorruptCheckpoint, UnsupportedModel
 from anaphora.loaders.checkpoint import Checkpoint, Float32Array, Shape, check_tensor_names
-from anaphora.loaders.fields import Fields, check_config, head_dim
-from anaphora.models.config import ModelConfig, RopeScaling
+from anaphora.loaders.hf_config import read_config
+from anaphora.ops.quant import GROUP, MXFP4
 from anaphora.text.chat import TemplateSource, read_template
 from anaphora.text.tokenizer import Tokenizer, read_json
-from anaphora.text.vocabulary import turn_ends
+
+logger = logging.getLogger(__name__)
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -26,8 +29,12 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),  # blocks and scales of four-bit floats, nothing else
 }
 _HEAD = "lm_head.weight"
+# Gemma 3 with image input: the text model's names begin with one of these, by version of the file.
+_TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model."}
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +51,21 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         _find_weights(path)
         self._tokenizer_config = read_json(path / "tokenizer_config.json", missing_ok=True)
-        config = _read_config(path, self._tokenizer_config)
+        config = read_config(path, self._tokenizer_config)
         shards = _shard_files(path)
-        self._tensors = _read_shards(path, shards)
+        self._tensors = _text_part(_read_shards(path, shards), path)
         if config.tie_word_embeddings:
             self._tensors.pop(_HEAD, None)  # some files hold a copy, which is not used
-        check_tensor_names(path, list(self._tensors), config.num_hidden_layers)
+        shapes = _expert_stacks({name: info.shape for name, info in self._tensors.items()})
+        check_tensor_names(path, shapes, config)
+        for name, info in self._tensors.items():
+            if info.dtype == "U8" and not name.endswith(("_blocks", "_scales")):
+                raise _wrong_dtype(name, info)
         super().__init__(
             path,
             path.resolve().name,
             config=config,
-            shapes={name: info.shape for name, info in self._tensors.items()},
+            shapes=shapes,
             files=[path / "config.json", *sorted(shards)],
         )
 
@@ -78,17 +89,91 @@ class SafetensorsCheckpoint(Checkpoint):
         return read_template(self.path, self._tokenizer_config)
 
     def _read(self, name: str) -> Float32Array:
+        array = self._floats(name)
+        if self.config.model_type == "gemma3" and name.endswith("norm.weight"):
+            array += 1  # files hold the difference to one
+        if name.endswith("gate_up_proj_bias"):
+            return _halves(array, axis=1)
+        return array
+
+    def _read_expert(self, name: str, index: int) -> Float32Array | MXFP4:
+        is_gated = name.endswith("gate_up_proj")
+        if name in self._tensors:  # [experts, in, out]
+            matrix = np.ascontiguousarray(self._floats(name, index).T)
+            return _halves(matrix, axis=0) if is_gated else matrix
+        blocks, scales = (self._raw(f"{name}_{part}", index) for part in ("blocks", "scales"))
+        if is_gated:
+            blocks, scales = _halves(blocks, axis=0), _halves(scales, axis=0)
+        return MXFP4(blocks, scales)
+
+    def _floats(self, name: str, index: int | None = None) -> Float32Array:
+        raw = self._raw(name, index)
+        if raw.dtype == np.uint16:  # bfloat16: the upper half of a float32
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        return np.ascontiguousarray(raw, np.float32)
+
+    def _raw(self, name: str, index: int | None = None) -> npt.NDArray[Any]:
+        """The tensor as it is stored, or only its entry ``index`` along the first axis."""
         info = self._tensors[name]
-        dtype, count = _DTYPES[info.dtype], math.prod(info.shape)
+        shape = info.shape if index is None else info.shape[1:]
+        dtype, count = _DTYPES[info.dtype], math.prod(shape)
+        offset = info.offset + (index or 0) * count * dtype.itemsize
         try:
-            raw = np.fromfile(info.file, dtype, count, offset=info.offset)
+            raw = np.fromfile(info.file, dtype, count, offset=offset)
         except OSError as error:
             raise CorruptCheckpoint(f"{info.file} cannot be read: {error}") from error
         if raw.size != count:
             raise CorruptCheckpoint(f"{info.file} is truncated in tensor {name}; fetch it again")
-        if info.dtype == "BF16":  # the upper half of a float32
-            raw = (raw.astype(np.uint32) << 16).view(np.float32)
-        return np.ascontiguousarray(raw.reshape(info.shape), np.float32)
+        return raw.reshape(shape)
+
+
+def _halves(array: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
+    """Gate | up where the file has them in turn."""
+    index = np.arange(array.shape[axis]).reshape(-1, 2).T.reshape(-1)
+    return np.ascontiguousarray(array.take(index, axis=axis))
+
+
+def _text_part(tensors: dict[str, _Tensor], path: Path) -> dict[str, _Tensor]:
+    """What the text model needs of a checkpoint that also takes images, by its usual names."""
+    kept: dict[str, _Tensor] = {}
+    skipped: dict[str, int] = {}
+    for name, info in tensors.items():
+        if match := _OTHER_PARTS.match(name):
+            skipped[match[2]] = skipped.get(match[2], 0) + 1
+            continue
+        for prefix, replacement in _TEXT_PREFIXES.items():
+            name = replacement + name.removeprefix(prefix) if name.startswith(prefix) else name
+        kept[name.removeprefix("language_model.")] = info
+    if skipped:
+        parts = ", ".join(f"{part} ({count} tensors)" for part, count in skipped.items())
+        logger.info("%s: text only; skipped: %s", path, parts)
+    return kept
+
+
+def _expert_stacks(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """Shapes with each stack of experts as one tensor [experts, out, in]."""
+    result: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if name.endswith("_blocks") and len(shape) == 4:
+            stack = name.removesuffix("_blocks")
+            expected = shape[:3]
+            if shapes.get(f"{stack}_scales") != expected or shape[3] != GROUP // 2:
+                raise CorruptCheckpoint(f"{name} {shape} and {stack}_scales do not fit together")
+            result[stack] = (*shape[:2], shape[2] * GROUP)
+        elif name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in shapes:
+            continue
+        elif len(shape) == 3:
+            result[name] = (shape[0], shape[2], shape[1])
+        else:
+            result[name] = shape
+    return result
+
+
+def _wrong_dtype(name: str, info: _Tensor) -> UnsupportedModel:
+    known = ", ".join(kind for kind in _DTYPES if kind != "U8")
+    return UnsupportedModel(
+        f"{info.file}: the tensor {name} has type {info.dtype}; supported are {known}"
+    )
 
 
 def _find_weights(path: Path) -> None:
@@ -162,109 +247,7 @@ def _read_shard(shard: Path) -> dict[str, _Tensor]:
         if name == "__metadata__":
             continue
         if entry["dtype"] not in _DTYPES:
-            raise UnsupportedModel(
-                f"{shard}: the tensor {name} has type {entry['dtype']}; supported are "
-                f"{', '.join(_DTYPES)}"
-            )
+            raise _wrong_dtype(name, _Tensor(shard, entry["dtype"], (), 0))
         offset = 8 + length + entry["data_offsets"][0]
         tensors[name] = _Tensor(shard, entry["dtype"], tuple(entry["shape"]), offset)
     return tensors
-
-
-def _read_config(path: Path, tokenizer_config: dict[str, Any]) -> ModelConfig:
-    file = path / "config.json"
-    fields = Fields(read_json(file), file)
-    _refuse_variants(fields)
-    hidden_size = fields.size("hidden_size")
-    num_heads = fields.size("num_attention_heads")
-    rope_theta, rope_scaling = _rope(fields)
-    generation_file = path / "generation_config.json"
-    generation = Fields(read_json(generation_file, missing_ok=True), generation_file)
-    eos = [*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id")]
-    eos += _tokenizer_eos(tokenizer_config)
-    config = ModelConfig(
-        model_type="llama",
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.size("intermediate_size"),
-        num_hidden_layers=fields.size("num_hidden_layers"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=fields.size("num_key_value_heads", num_heads),
-        head_dim=head_dim(fields, "head_dim", hidden_size, num_heads),
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        rope_theta=rope_theta,
-        max_position_embeddings=fields.size("max_position_embeddings"),
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
-        bos_token_id=fields.token_id("bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
-    )
-    return check_config(config, file)
-
-
-def _refuse_variants(fields: Fields) -> None:
-    """Fields that change the result in a way that we do not implement."""
-    fields.refuse("model_type", "llama")
-    for name in fields.get("architectures") or ():
-        if name != "LlamaForCausalLM":
-            hint = "; supported is 'LlamaForCausalLM'"
-            raise fields.unsupported("architectures", name, hint)
-    if fields.get("model_type") is None and not fields.get("architectures"):
-        raise CorruptCheckpoint(f"{fields.path}: required field model_type is missing")
-    fields.refuse("hidden_act", "silu")
-    if fields.get("use_sliding_window") is not False:
-        fields.refuse("sliding_window")
-    fields.refuse("partial_rotary_factor", 1, 1.0)
-    fields.refuse("rope_interleaved", False)
-    for key in ("quantization_config", "num_local_experts", "attn_logit_softcapping"):
-        fields.refuse(key)
-    for kind in fields.get("layer_types") or ():
-        if kind != "full_attention":
-            raise fields.unsupported("layer_types", kind, "; supported is 'full_attention'")
-
-
-def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from ``rope_parameters`` or the older two fields."""
-    key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
-    value = fields.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{fields.path}: {key} is {value!r}; it must be an object")
-    rope = Fields({f"{key}.{name}": item for name, item in (value or {}).items()}, fields.path)
-    rope_theta = rope.number(f"{key}.rope_theta", fields.number("rope_theta", 10000.0))
-    rope.refuse(f"{key}.partial_rotary_factor", 1, 1.0)
-    kind = rope.get(f"{key}.rope_type") or rope.get(f"{key}.type") or "default"
-    if kind == "default":
-        return rope_theta, None
-    if kind == "linear":
-        factor = rope.number(f"{key}.factor")
-        return rope_theta, RopeScaling(rope_type="linear", factor=factor)
-    if kind != "llama3":
-        hint = "; supported are 'default', 'linear' and 'llama3'"
-        raise fields.unsupported(f"{key}.rope_type", kind, hint)
-    return rope_theta, RopeScaling(
-        rope_type="llama3",
-        factor=rope.number(f"{key}.factor"),
-        low_freq_factor=rope.number(f"{key}.low_freq_factor"),
-        high_freq_factor=rope.number(f"{key}.high_freq_factor"),
-        original_max_position_embeddings=rope.size(f"{key}.original_max_position_embeddings"),
-    )
-
-
-def _tokenizer_eos(config: dict[str, Any]) -> list[int]:
-    """The tokenizer's end token, which chat fine-tunes often change there and nowhere else, and
-    the ends of turns that the other files may have forgotten."""
-    token = config.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    added = config.get("added_tokens_decoder")
-    if not isinstance(added, dict):
-        return []
-    ids = {
-        entry["content"]: int(token_id)
-        for token_id, entry in added.items()
-        if isinstance(entry, dict)
-        and isinstance(entry.get("content"), str)
-        and token_id.isdecimal()
-    }
-    return [*([ids[text]] if isinstance(text, str) and text in ids else []), *turn_ends(ids)]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import numpy as np
 
 from anaphora.loaders.checkpoint import Checkpoint
 from anaphora.loaders.packed import PackedWeights
 from anaphora.models.config import ModelConfig
-from anaphora.models.layers import rope_inverse_frequencies, rope_table
+from anaphora.models.layers import LayerLoader, rope_table
 from anaphora.ops.api import Array, Linear, Norm, Ops
 from anaphora.ops.batch import Batch
 from anaphora.ops.kv_store import KVStore
-
-PackLinear = Callable[[Array, Array | None], Linear]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,78 +35,26 @@ class Llama:
     ) -> None:
         self.config = config
         self.ops = ops
-        vocab_shape = (config.vocab_size, config.hidden_size)
-
-        def read(name: str) -> Array:
-            return checkpoint.read(name, vocab_shape)
-
-        embedding = functools.cache(read)  # the head may be the same matrix
-        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self.embed_tokens = packed.array(
-            "embed_tokens", lambda: ops.pack_embedding(embedding("model.embed_tokens.weight"))
-        )
-        self.lm_head = packed.linear(
-            "lm_head", lambda: ops.pack_linear(embedding(f"{head}.weight"))
-        )
-        embedding.cache_clear()  # the largest tensors: free them before the layers come
-        self.layers = [
-            self._load_layer(checkpoint, packed, i) for i in range(config.num_hidden_layers)
-        ]
-        self.norm = self._load_norm(checkpoint, packed, "model.norm")
+        loader = LayerLoader(config, checkpoint, ops, packed)
+        self.embed_tokens, self.lm_head = loader.embedding_and_head()
+        self.layers = [self._load_layer(loader, i) for i in range(config.num_hidden_layers)]
+        self.norm = loader.norm("model.norm")
+        self.sizes = loader.sizes()
         self.set_max_model_len(1)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepares the angles of so many positions; what is left of memory decides how many."""
-        table = rope_table(rope_inverse_frequencies(self.config), max_model_len)
-        self.rope = self.ops.load_rope(*table)
+        self.rope = self.ops.load_rope(*rope_table(self.config, max_model_len))
 
-    def _load_norm(self, checkpoint: Checkpoint, packed: PackedWeights, name: str) -> Norm:
-        shape = (self.config.hidden_size,)
-        weight = packed.array(name, lambda: checkpoint.read(f"{name}.weight", shape))
-        return self.ops.load_norm(weight, self.config.rms_norm_eps)
-
-    def _load_layer(
-        self, checkpoint: Checkpoint, packed: PackedWeights, index: int
-    ) -> DecoderLayer:
-        c, ops = self.config, self.ops
+    def _load_layer(self, loader: LayerLoader, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
-        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-
-        def linear(
-            module: str, in_size: int, *parts: tuple[str, int], pack: PackLinear = ops.pack_linear
-        ) -> Linear:
-            names = [(f"{prefix}{module}.{name}", size) for name, size in parts]
-
-            def make() -> Linear:
-                weights = [checkpoint.read(f"{n}.weight", (size, in_size)) for n, size in names]
-                has_bias = checkpoint.has(f"{names[0][0]}.bias")
-                biases = [checkpoint.read(f"{n}.bias", (size,)) for n, size in names if has_bias]
-                return pack(np.concatenate(weights), np.concatenate(biases) if biases else None)
-
-            return packed.linear(names[0][0], make)
-
-        def norm(name: str) -> Norm:
-            return self._load_norm(checkpoint, packed, prefix + name)
-
         return DecoderLayer(
-            input_layernorm=norm("input_layernorm"),
-            qkv_proj=linear(
-                "self_attn",
-                c.hidden_size,
-                ("q_proj", q_size),
-                ("k_proj", kv_size),
-                ("v_proj", kv_size),
-            ),
-            o_proj=linear("self_attn", q_size, ("o_proj", c.hidden_size)),
-            post_attention_layernorm=norm("post_attention_layernorm"),
-            gate_up_proj=linear(
-                "mlp",
-                c.hidden_size,
-                ("gate_proj", c.intermediate_size),
-                ("up_proj", c.intermediate_size),
-                pack=ops.pack_gate_up,
-            ),
-            down_proj=linear("mlp", c.intermediate_size, ("down_proj", c.hidden_size)),
+            input_layernorm=loader.norm(f"{prefix}input_layernorm"),
+            qkv_proj=loader.qkv_proj(prefix),
+            o_proj=loader.o_proj(prefix),
+            post_attention_layernorm=loader.norm(f"{prefix}post_attention_layernorm"),
+            gate_up_proj=loader.gate_up_proj(prefix),
+            down_proj=loader.down_proj(prefix),
         )
 
     def forward(self, batch: Batch, store: KVStore) -> Array:
@@ -137,34 +81,3 @@ class Llama:
                 add_to=hidden,
             )
         return ops.linear(hidden[batch.logit_rows], self.lm_head, norm=self.norm)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of all weights."""
-        return self.embed_tokens.nbytes + self.step_weight_bytes
-
-    @property
-    def num_multiplied_weights(self) -> int:
-        """Weights that every token is multiplied with, without the head."""
-        return sum(w.in_features * w.out_features for w in self._layer_linears())
-
-    @property
-    def num_head_weights(self) -> int:
-        """Weights that a token is multiplied with when its logits are wanted."""
-        return self.lm_head.in_features * self.lm_head.out_features
-
-    @property
-    def step_weight_bytes(self) -> int:
-        """Memory of the weights that a step over one token reads: all but the embedding."""
-        norms = [self.norm]
-        for layer in self.layers:
-            norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        linears = [self.lm_head, *self._layer_linears()]
-        return sum(w.num_bytes for w in linears) + sum(norm.weight.nbytes for norm in norms)
-
-    def _layer_linears(self) -> list[Linear]:
-        return [
-            linear
-            for layer in self.layers
-            for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
-        ]

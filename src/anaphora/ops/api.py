@@ -8,26 +8,34 @@ up to its position) and on nothing else: not on other rows, their number, or thr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from anaphora.config import Dtype
 from anaphora.ops.batch import Batch, Int32
 from anaphora.ops.kv_store import KVLayout, KVStore
+from anaphora.ops.quant import MXFP4
 
 Array = npt.NDArray[np.float32]
+Gate = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A weight as its backend packed it. Only that backend looks inside ``data`` and ``handle``."""
+    """A weight as its backend packed it. Only that backend looks inside ``data`` and ``handle``.
+
+    A stack has ``count`` matrices of this size, one for each expert.
+    """
 
     in_features: int
     out_features: int
     data: npt.NDArray[Any]
     scale: Array | None  # per output channel, int8 only
     bias: Array | None
+    count: int = 1
     handle: Any = None
 
     @property
@@ -70,14 +78,30 @@ class Ops(Protocol):
         data: npt.NDArray[Any],
         scale: Array | None,
         bias: Array | None,
+        count: int = 1,
     ) -> Linear:
-        """The weight that ``pack_linear`` of the same ``layout`` once made, from its arrays."""
+        """The weight that was once packed in the same ``layout``, from its arrays."""
 
-    def pack_linear(self, weight: Array, bias: Array | None = None) -> Linear:
-        """Packs ``weight`` [out, in] and ``bias`` [out] in this backend's precision."""
+    def pack_linear(
+        self, weight: Array, bias: Array | None = None, *, dtype: Dtype | None = None
+    ) -> Linear:
+        """Packs ``weight`` [out, in] and ``bias`` [out], in ``dtype`` or this backend's own."""
 
     def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
         """As ``pack_linear`` for gate | up rows [2 * n, in], to be used by ``gated_mlp``."""
+
+    def pack_experts(
+        self,
+        count: int,
+        read: Callable[[int], Array | MXFP4],
+        bias: Array | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> Linear:
+        """A stack of the ``count`` matrices that ``read`` gives; ``bias`` [count, out].
+
+        Rows are gate | up rows if ``is_gated``. Four-bit floats stay as they are beside int8.
+        """
 
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         """The table [vocab, hidden] that ``embed`` reads, in this backend's precision."""
@@ -109,22 +133,57 @@ class Ops(Protocol):
         """
 
     def gated_mlp(
-        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
-    ) -> None:
-        """Adds silu(gate) * up times ``down``, for gate | up = norm(x) times ``gate_up``.
+        self,
+        x: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        gate: Gate = "silu",
+        add_to: Array | None = None,
+    ) -> Array:
+        """gate(gate) * up times ``down``, for gate | up = norm(x) times ``gate_up``.
 
-        ``x`` and ``add_to`` [T, hidden] may be the same.
+        The result [T, hidden] is new or added to ``add_to`` in place, which may be ``x``.
+        """
+
+    def experts(
+        self,
+        x: Array,
+        router: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        top_k: int,
+        alpha: float,
+        limit: float,
+        add_to: Array,
+    ) -> None:
+        """Adds what each row's experts give, weighted by the softmax of their logits.
+
+        ``router`` [T, experts] has the logits, of which the ``top_k`` largest (of equals the first)
+        choose the experts. An expert is (up + 1) gate sigmoid(alpha gate) times ``down``, with gate
+        at most ``limit`` and up within it, for gate | up = x times ``gate_up``.
         """
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         """x [T, hidden] normalised (Zhang and Sennrich, 2019)."""
 
     def rope_and_store(
-        self, qkv: Array, rope: Rope, store: KVStore, layer: int, batch: Batch
+        self,
+        qkv: Array,
+        rope: Rope,
+        store: KVStore,
+        layer: int,
+        batch: Batch,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> None:
         """Rotates q and k of qkv [T, heads + 2 * kv_heads, head_dim] in place by their positions.
 
-        Pairs are (i, i + head_dim / 2). k and v then go to the batch's slots of the store.
+        Each head is normalised before, if asked for. Pairs are (i, i + head_dim / 2). k and v then
+        go to the batch's slots of the store.
         """
 
     def attention(
@@ -137,11 +196,13 @@ class Ops(Protocol):
         scale: float,
         window: int = 0,
         sinks: Array | None = None,
+        softcap: float = 0.0,
         out: Array | None = None,
     ) -> Array:
         """Attention of q, the first heads of qkv, over the store, as [T, heads * head_dim].
 
         K and V of the batch's own tokens must have been stored: nothing is read from elsewhere.
         A token sees the last ``window`` keys up to its own (0: all). ``sinks`` [heads] are logits
-        of keys without values, which take their share of the softmax (Xiao et al., 2023).
+        of keys without values, which take their share of the softmax (Xiao et al., 2023). With a
+        ``softcap`` above 0 scores s become softcap * tanh(s / softcap).
         """

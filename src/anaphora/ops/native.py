@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import numpy.typing as npt
 from anaphora import _native
 from anaphora.config import Dtype
 from anaphora.machine import usable_cores
-from anaphora.ops.api import Array, Linear, Norm, Rope
+from anaphora.ops.api import Array, Gate, Linear, Norm, Rope
 from anaphora.ops.batch import Batch, Int32
 from anaphora.ops.kv_store import KVLayout, KVStore
-from anaphora.ops.quant import quantize_weight
+from anaphora.ops.quant import MXFP4, quantize_weight
 
 _ALIGNMENT = 64  # bytes; a vector register, so that no load crosses a cache line
 
@@ -44,19 +45,60 @@ class NativeOps:
         self._batch: tuple[Batch, KVStore, _native.BatchView] | None = None
         _native.set_num_threads(threads or usable_cores())
 
-    def pack_linear(self, weight: Array, bias: Array | None = None) -> Linear:
-        n, k = weight.shape
-        scale: Array | None = None
-        if self.dtype == "int8":
-            quantized, scale = quantize_weight(weight)
-            data: npt.NDArray[Any] = _aligned(_native.packed_size_int8(n, k), np.int8)
-            _native.pack_int8(quantized, data)
-            scale = _pad(scale)
-        else:
-            data = _aligned(_native.packed_size_f32(n, k), np.float32)
-            _native.pack_f32(np.ascontiguousarray(weight), data)
-        bias = None if bias is None else _pad(bias)
-        return self.load_linear(k, n, data, scale, bias)
+    def pack_linear(
+        self, weight: Array, bias: Array | None = None, *, dtype: Dtype | None = None
+    ) -> Linear:
+        return self._pack(1, lambda _: weight, None if bias is None else bias[None], dtype=dtype)
+
+    def pack_experts(
+        self,
+        count: int,
+        read: Callable[[int], Array | MXFP4],
+        bias: Array | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> Linear:
+        return self._pack(count, read, bias, is_gated=is_gated)
+
+    def _pack(
+        self,
+        count: int,
+        read: Callable[[int], Array | MXFP4],
+        bias: Array | None,
+        *,
+        is_gated: bool = False,
+        dtype: Dtype | None = None,
+    ) -> Linear:
+        """A stack of matrices, read and packed one by one into memory made for all."""
+        is_int8 = (dtype or self.dtype) == "int8"
+        data: npt.NDArray[Any] = np.empty(0)
+        scales: list[Array] = []
+        n = k = 0
+        for index in range(count):
+            weight = read(index)
+            if is_gated:
+                weight = _gated(weight)
+            if not is_int8 and isinstance(weight, MXFP4):
+                weight = weight.dequantized()
+            n, k = weight.shape
+            if index == 0:
+                size, kind = _packed_form(weight, is_int8)
+                data = _aligned(count * size, kind)
+            out = data[index * size : (index + 1) * size]
+            if isinstance(weight, MXFP4):
+                _native.pack_mxfp4(weight.blocks, weight.exponents, out)
+            elif is_int8:
+                quantized, scale = quantize_weight(weight)
+                _native.pack_int8(quantized, out)
+                scales.append(_pad(scale))
+            else:
+                _native.pack_f32(np.ascontiguousarray(weight), out)
+        biases = None
+        if bias is not None:
+            biases = np.concatenate([_pad(_take_turns(b) if is_gated else b) for b in bias])
+        return self.load_linear(
+            k, n, data, np.concatenate(scales) if scales else None, biases, count
+        )
 
     def load_linear(
         self,
@@ -65,14 +107,17 @@ class NativeOps:
         data: npt.NDArray[Any],
         scale: Array | None,
         bias: Array | None,
+        count: int = 1,
     ) -> Linear:
+        layout = _native.layout_name(data.dtype != np.float32)
         return Linear(
             in_features=in_features,
             out_features=out_features,
             data=data,
             scale=scale,
             bias=bias,
-            handle=_native.Weight(data, scale, bias, out_features, in_features, self.layout),
+            count=count,
+            handle=_native.Weight(data, scale, bias, out_features, in_features, layout, count),
         )
 
     def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
@@ -114,9 +159,33 @@ class NativeOps:
         return out
 
     def gated_mlp(
-        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
+        self,
+        x: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        gate: Gate = "silu",
+        add_to: Array | None = None,
+    ) -> Array:
+        out = np.empty((len(x), down.out_features), np.float32) if add_to is None else add_to
+        is_added = add_to is not None
+        _native.gated_mlp(x, gate_up.handle, down.handle, gate, out, is_added, norm.handle)
+        return out
+
+    def experts(
+        self,
+        x: Array,
+        router: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        top_k: int,
+        alpha: float,
+        limit: float,
+        add_to: Array,
     ) -> None:
-        _native.gated_mlp(x, gate_up.handle, down.handle, add_to, True, norm.handle)
+        _native.experts(x, router, gate_up.handle, down.handle, top_k, alpha, limit, add_to)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         out = np.empty_like(x)
@@ -124,11 +193,20 @@ class NativeOps:
         return out
 
     def rope_and_store(
-        self, qkv: Array, rope: Rope, store: KVStore, layer: int, batch: Batch
+        self,
+        qkv: Array,
+        rope: Rope,
+        store: KVStore,
+        layer: int,
+        batch: Batch,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> None:
         assert isinstance(store, NativeKVStore)
         view = self._view(batch, store)
-        _native.rope_and_store(store.view, layer, qkv, view, rope.handle)
+        norms = [None if norm is None else norm.handle for norm in (q_norm, k_norm)]
+        _native.rope_and_store(store.view, layer, qkv, view, rope.handle, *norms)
 
     def attention(
         self,
@@ -140,6 +218,7 @@ class NativeOps:
         scale: float,
         window: int = 0,
         sinks: Array | None = None,
+        softcap: float = 0.0,
         out: Array | None = None,
     ) -> Array:
         assert isinstance(store, NativeKVStore)
@@ -148,7 +227,7 @@ class NativeOps:
             num_heads -= 2 * store.layout.num_kv_heads
             out = np.empty((num_tokens, num_heads * head_dim), np.float32)
         view = self._view(batch, store)
-        _native.attention(store.view, layer, qkv, view, scale, out, window, sinks)
+        _native.attention(store.view, layer, qkv, view, scale, out, window, sinks, softcap)
         return out
 
     def _view(self, batch: Batch, store: NativeKVStore) -> _native.BatchView:
@@ -211,11 +290,26 @@ def _pad(vector: Array) -> Array:
     return padded
 
 
-def _take_turns(gate_up: Array) -> Array:
+def _packed_form(weight: Array | MXFP4, is_int8: bool) -> tuple[int, type[np.generic]]:
+    """Elements of a packed matrix, and their type."""
+    if isinstance(weight, MXFP4):
+        return _native.packed_size_mxfp4(*weight.shape), np.uint8
+    if is_int8:
+        return _native.packed_size_int8(*weight.shape), np.int8
+    return _native.packed_size_f32(*weight.shape), np.float32
+
+
+def _gated(weight: Array | MXFP4) -> Array | MXFP4:
+    if isinstance(weight, MXFP4):
+        return MXFP4(_take_turns(weight.blocks), _take_turns(weight.exponents))
+    return _take_turns(weight)
+
+
+def _take_turns(gate_up: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """gate | up rows [2 * n, ...] with whole panels of the two in turn, padded with zeros."""
     n = len(gate_up) // 2
     panels = -(-n // _native.PANEL)
-    halves = np.zeros((2, panels * _native.PANEL, *gate_up.shape[1:]), np.float32)
+    halves = np.zeros((2, panels * _native.PANEL, *gate_up.shape[1:]), gate_up.dtype)
     halves[:, :n] = gate_up.reshape(2, n, *gate_up.shape[1:])
     in_turn = halves.reshape(2, panels, _native.PANEL, *gate_up.shape[1:]).swapaxes(0, 1)
     return np.ascontiguousarray(in_turn).reshape(-1, *gate_up.shape[1:])

@@ -6,12 +6,50 @@ and one addition per group follow, groups in ascending order.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 
 INT8_MAX = 127
 GROUP = 32  # inputs of a row that share a scale, as kGroup in csrc/kernels.h
 _SMALLEST = np.float32(1e-30)  # a group without a larger value is zero: 127 / x must stay finite
+
+
+# Four-bit floats (E2M1) in halves: bit 3 is the sign.
+FP4_HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP4:
+    """A matrix [N, K] of four-bit floats with a power of two for each 32 of a row (OCP MX, 2023).
+
+    ``blocks`` [N, K / 32, 16] have element 2 i in the low half of byte i, 2 i + 1 in the high half;
+    ``exponents`` [N, K / 32] are biased by 127.
+    """
+
+    blocks: npt.NDArray[np.uint8]
+    exponents: npt.NDArray[np.uint8]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)"""
+        return len(self.blocks), self.blocks.shape[1] * GROUP
+
+    def halves(self) -> npt.NDArray[np.int8]:
+        """The elements [N, K / 32, 32] as whole numbers of halves."""
+        both = np.stack([self.blocks & 15, self.blocks >> 4], axis=-1)
+        return FP4_HALVES[both.reshape(*self.exponents.shape, GROUP)]
+
+    def scales(self) -> npt.NDArray[np.float32]:
+        """What the halves are multiplied with, [N, K / 32]; exponents 0 and 1 count as zero."""
+        shifted = np.maximum(self.exponents, 1) - np.uint8(1)
+        return (shifted.astype(np.uint32) << 23).view(np.float32)
+
+    def dequantized(self) -> npt.NDArray[np.float32]:
+        """The matrix in float32."""
+        values = self.halves() * self.scales()[..., None]
+        return values.reshape(len(values), -1).astype(np.float32, copy=False)
 
 
 def quantize_weight(

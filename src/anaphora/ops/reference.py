@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from anaphora.config import ATTENTION_PARTITION, Dtype
-from anaphora.ops.api import Array, Linear, Norm, Rope
+from anaphora.ops.api import Array, Gate, Linear, Norm, Rope
 from anaphora.ops.batch import NO_SLOT, Batch, Int32
 from anaphora.ops.kv_store import PANEL, KVLayout, KVStore
-from anaphora.ops.quant import GROUP, quantize_groups, quantize_weight
+from anaphora.ops.quant import GROUP, MXFP4, quantize_groups, quantize_weight
 
 
 class ReferenceOps:
@@ -29,13 +30,41 @@ class ReferenceOps:
     def __init__(self, dtype: Dtype) -> None:
         self.dtype = dtype
 
-    def pack_linear(self, weight: Array, bias: Array | None = None) -> Linear:
+    def pack_linear(
+        self, weight: Array, bias: Array | None = None, *, dtype: Dtype | None = None
+    ) -> Linear:
         data: npt.NDArray[Any] = weight
         scale = None
-        if self.dtype == "int8":
+        if (dtype or self.dtype) == "int8":
             data, scale = quantize_weight(weight)
         n, k = weight.shape
         return self.load_linear(k, n, data, scale, bias)
+
+    def pack_experts(
+        self,
+        count: int,
+        read: Callable[[int], Array | MXFP4],
+        bias: Array | None = None,
+        *,
+        is_gated: bool = False,  # noqa: ARG002 - gate and up stay side by side here
+    ) -> Linear:
+        data: list[Any] = []
+        scales = []
+        for index in range(count):
+            weight = read(index)
+            if isinstance(weight, MXFP4):
+                if self.dtype == "int8":
+                    data.append(weight.halves().reshape(len(weight.blocks), -1))
+                    scales.append(weight.scales())
+                    continue
+                weight = weight.dequantized()
+            packed = self.pack_linear(weight)
+            data.append(packed.data)
+            if packed.scale is not None:
+                scales.append(packed.scale)
+        n, k = data[0].shape
+        scale = np.stack(scales) if scales else None
+        return self.load_linear(k, n, np.stack(data), scale, bias, count)
 
     def load_linear(
         self,
@@ -44,9 +73,15 @@ class ReferenceOps:
         data: npt.NDArray[Any],
         scale: Array | None,
         bias: Array | None,
+        count: int = 1,
     ) -> Linear:
         return Linear(
-            in_features=in_features, out_features=out_features, data=data, scale=scale, bias=bias
+            in_features=in_features,
+            out_features=out_features,
+            data=data,
+            scale=scale,
+            bias=bias,
+            count=count,
         )
 
     def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
@@ -77,7 +112,15 @@ class ReferenceOps:
         out: Array | None = None,
     ) -> Array:
         x = x if norm is None else self.rms_norm(x, norm)
-        product = x @ weight.data.T if weight.scale is None else _int8_product(x, weight)
+        if weight.data.ndim == 3:  # a stack of one
+            weight = _nth(weight, 0)
+        product: Array
+        if weight.scale is None:
+            product = x @ weight.data.T
+        elif weight.scale.ndim == 1:
+            product = _int8_product(x, weight)
+        else:
+            product = _mxfp4_product(x, weight)
         if weight.bias is not None:
             product = product + weight.bias
         if add_to is not None:
@@ -89,13 +132,47 @@ class ReferenceOps:
         return product
 
     def gated_mlp(
-        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
+        self,
+        x: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        gate: Gate = "silu",
+        add_to: Array | None = None,
+    ) -> Array:
+        g, up = np.split(self.linear(x, gate_up, norm=norm), 2, axis=-1)
+        if gate == "silu":
+            hidden = g * _sigmoid(g) * up
+        else:  # 0.5 g (1 + tanh(y)) = g sigmoid(2 y)
+            y = np.float32(np.sqrt(2 / np.pi)) * (g + np.float32(0.044715) * g**3)
+            hidden = g * _sigmoid(2 * y) * up
+        return self.linear(hidden, down, add_to=add_to)
+
+    def experts(
+        self,
+        x: Array,
+        router: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        top_k: int,
+        alpha: float,
+        limit: float,
+        add_to: Array,
     ) -> None:
-        gate, up = np.split(self.linear(x, gate_up, norm=norm), 2, axis=-1)
-        with np.errstate(over="ignore"):  # exp(-gate) = inf is right: the sigmoid is 0
-            sigmoid = np.float32(1) / (np.float32(1) + np.exp(-gate))
-        hidden: Array = gate * sigmoid * up
-        self.linear(hidden, down, add_to=add_to)
+        for row, logits in enumerate(router):
+            chosen = np.sort(np.argsort(-logits, kind="stable")[:top_k])
+            weights = np.exp(logits[chosen] - logits[chosen].max())
+            weights /= weights.sum()
+            total = np.zeros(down.out_features, np.float32)
+            for expert, weight in zip(chosen, weights, strict=True):
+                product = self.linear(x[row : row + 1], _nth(gate_up, expert))
+                g, up = np.split(product, 2, axis=-1)
+                g, up = np.minimum(g, np.float32(limit)), np.clip(up, -limit, limit)
+                hidden = (up + 1) * (g * _sigmoid(np.float32(alpha) * g))
+                total += self.linear(hidden, _nth(down, expert))[0] * weight
+            add_to[row] += total
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         mean = np.mean(np.square(x), axis=-1, keepdims=True)
@@ -103,10 +180,23 @@ class ReferenceOps:
         return x * inverse * norm.weight
 
     def rope_and_store(
-        self, qkv: Array, rope: Rope, store: KVStore, layer: int, batch: Batch
+        self,
+        qkv: Array,
+        rope: Rope,
+        store: KVStore,
+        layer: int,
+        batch: Batch,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> None:
         num_kv = store.layout.num_kv_heads
         qk, k, v = qkv[:, :-num_kv], qkv[:, -2 * num_kv : -num_kv], qkv[:, -num_kv:]
+        if q_norm is not None:
+            q = qkv[:, : -2 * num_kv]
+            q[:] = self.rms_norm(q, q_norm)
+        if k_norm is not None:
+            k[:] = self.rms_norm(k, k_norm)
         c, s = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
         first, second = np.split(qk, 2, axis=-1)  # [T, heads, head_dim / 2]
         qk[:] = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
@@ -143,6 +233,7 @@ class ReferenceOps:
         scale: float,
         window: int = 0,
         sinks: Array | None = None,
+        softcap: float = 0.0,
         out: Array | None = None,
     ) -> Array:
         q = qkv[:, : -2 * store.layout.num_kv_heads]
@@ -159,7 +250,7 @@ class ReferenceOps:
                 query = q[row, head] * np.float32(scale)
                 k, v = keys[:, head // group], values[:, head // group]
                 sink = None if sinks is None else sinks[head]
-                heads[row, head] = _attend(query, k, v, begin, sink)
+                heads[row, head] = _attend(query, k, v, begin, sink, softcap)
         return out
 
     def _gather(self, store: KVStore, layer: int, batch: Batch, row: int) -> list[Vectors]:
@@ -229,7 +320,37 @@ def _int8_product(x: Array, weight: Linear) -> Array:
     return total * weight.scale
 
 
-def _attend(q: Array, keys: Vectors, values: Vectors, begin: int, sink: Any) -> Array:
+def _mxfp4_product(x: Array, weight: Linear) -> Array:
+    """As ``_int8_product``, but each group of a column has a scale of its own, a power of two."""
+    rounded, scale = quantize_groups(x)  # [M, G, 32], [M, G]
+    w = weight.data.reshape(weight.out_features, -1, GROUP).astype(np.float32)
+    assert weight.scale is not None
+    total = np.zeros((len(x), weight.out_features), np.float32)
+    for g in range(rounded.shape[1]):
+        total = total + (rounded[:, g] @ w[:, g].T) * scale[:, g, None] * weight.scale[:, g]
+    return total
+
+
+def _nth(stack: Linear, index: int) -> Linear:
+    """One matrix of a stack."""
+    return dataclasses.replace(
+        stack,
+        data=stack.data[index],
+        scale=None if stack.scale is None else stack.scale[index],
+        bias=None if stack.bias is None else stack.bias[index],
+        count=1,
+    )
+
+
+def _sigmoid(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # exp(-x) = inf is right: the sigmoid is 0
+        sigmoid: Array = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return sigmoid
+
+
+def _attend(
+    q: Array, keys: Vectors, values: Vectors, begin: int, sink: Any, softcap: float
+) -> Array:
     """softmax(q K^T) V over the keys from ``begin``, in partitions that are merged in order.
 
     q [d], keys and values [n, d].
@@ -240,6 +361,8 @@ def _attend(q: Array, keys: Vectors, values: Vectors, begin: int, sink: Any) -> 
         scores = exact.astype(np.float32) * keys.scales * step[0, 0]
     else:
         scores = keys.elements @ q
+    if softcap:
+        scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
     m, total, acc = np.float32(-np.inf), np.float32(0), np.zeros_like(q)
     for start in range(
         begin // ATTENTION_PARTITION * ATTENTION_PARTITION, len(scores), ATTENTION_PARTITION
