@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anaphora.loaders.sources import CACHE_VARIABLE, models_dir, resolve
+from anaphora.loaders.sources import CACHE_VARIABLE, models_dir, pull, resolve
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,3 +25,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def smollm2_path() -> Path:
     """The default model's file; pulled if need be."""
     return resolve("smollm2").path
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """A real Gemma 3 of 270 million parameters; pulled if need be, under Google's terms."""
+    return pull("gemma3-270m", accept_license=True)

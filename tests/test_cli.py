@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -264,6 +266,7 @@ def test_serve_prints_what_it_serves_and_hands_options_on(
         "serve", "some-model.gguf", "--port", "0", "--host", "0.0.0.0", *keys,
         "--served-model-name", "a", "--served-model-name", "b/c",
         "--kv-cache-memory", "96MiB", "--no-enable-prefix-caching", "--threads", "2",
+        "--chat-date", "2026-01-02",
     )  # fmt: skip
     assert (status, errors) == (0, "")
     assert [model["id"] for model in answers[0].json()["data"]] == ["a", "b/c"]
@@ -274,6 +277,7 @@ def test_serve_prints_what_it_serves_and_hands_options_on(
     assert config.model == "some-model.gguf"
     assert config.kv_cache_memory == 96 * 2**20
     assert config.threads == 2
+    assert config.template_date == datetime.date(2026, 1, 2)
     assert not config.enable_prefix_caching
     assert llms[0].is_closed
 
@@ -395,9 +399,22 @@ def test_doctor_tells_what_it_found(run: Run, monkeypatch: Any, tmp_path: Any) -
 def test_pull_prints_the_path(run: Run, monkeypatch: Any) -> None:
     from anaphora.loaders import sources
 
-    monkeypatch.setattr(sources, "pull", lambda alias: f"/somewhere/{alias}.gguf")
+    monkeypatch.setattr(sources, "pull", lambda alias, **_: f"/somewhere/{alias}.gguf")
     assert run("pull")[:2] == (0, "/somewhere/smollm2.gguf\n")
     monkeypatch.undo()
     status, _, errors = run("pull", "unknown-alias")
     assert status == 2
     assert "unknown-alias" in errors
+
+
+def test_a_model_with_terms_is_refused_until_they_are_accepted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANAPHORA_CACHE", str(tmp_path))
+    for command in (["pull"], ["serve", "--port", "0"], ["generate", "hi", "--model"]):
+        status, out, err = run(*command, "gemma3-270m")
+        assert status == 2
+        assert "https://ai.google.dev/gemma/terms" in err
+        assert "anaphora pull gemma3-270m --accept-license" in err
+        assert out == ""
+    assert list(tmp_path.iterdir()) == []

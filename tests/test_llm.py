@@ -9,6 +9,10 @@ import pytest
 import anaphora
 from anaphora import LLM, AsyncLLM, CacheScope, EngineConfig, SamplingParams
 from anaphora.errors import ConfigError, InvalidRequest, RequestError
+from anaphora.fake import byte_tokenizer
+from anaphora.llm import Completion, RequestOutputs, ToolCall
+from anaphora.text.harmony import MARKS
+from anaphora.types import SequenceOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -112,6 +116,45 @@ def test_sampling_of_a_wrong_type_is_named(options, param):
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**options)
     assert error.value.param == param
+
+
+def test_tools_are_refused_where_calls_are_not_understood(llm):
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(InvalidRequest, match="leave them out") as error:
+        llm.chat([{"role": "user", "content": "Hi"}], GREEDY, tools=[tool])
+    assert error.value.param == "tools"
+
+
+def test_what_the_engine_gives_is_taken_apart():
+    tokenizer = byte_tokenizer([f"<|{name}|>" for name in MARKS])
+    script = (
+        "<|channel|>analysis<|message|>Hm é.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f<|message|>{"a": 1}<|call|>'
+    )
+    ids = tokenizer.encode(script, add_special_tokens=False, parse_special=True)
+    outputs = RequestOutputs(tokenizer, SamplingParams(n=2, output_format="harmony"))
+    completions = [Completion(), Completion()]
+    for position, token_id in enumerate(ids):
+        for index, completion in enumerate(completions):
+            if index and position > 24:
+                continue  # the second is cut in its reasoning
+            delta = outputs.add(
+                SequenceOutput(
+                    request_id="r",
+                    index=index,
+                    num_cached_tokens=0,
+                    token_id=token_id,
+                    finish_reason={len(ids) - 1: "stop", 24: "length" if index else None}.get(
+                        position
+                    ),
+                )
+            )
+            completion.extend(delta)
+    assert outputs.is_finished
+    assert completions[0].reasoning == "Hm é."
+    assert completions[0].tool_calls == [ToolCall("f", '{"a": 1}')]
+    assert completions[0].text == completions[1].text == ""
+    assert (completions[1].finish_reason, completions[1].tool_calls) == ("length", [])
 
 
 def test_the_version_is_known():

@@ -22,7 +22,7 @@ class TestBadStarts:
             (["--threads", "99999"], ["--threads is 99999", "at most 1024"]),
             (["--kv-cache-memory", "1KiB"], ["1.0 KiB", "raise --kv-cache-memory"]),
             (["--max-model-len", "9000"], ["--max-model-len is 9000", "8192", "lower it"]),
-            (["no-such-model"], ["'no-such-model'", "alias (smollm2)", ".gguf"]),
+            (["no-such-model"], ["'no-such-model'", "alias (smollm2, gemma3-270m)", ".gguf"]),
             (["./none.gguf"], ["./none.gguf does not exist", "give a .gguf file"]),
         ],
     )

@@ -108,7 +108,7 @@ class AsyncLLM:
         resolved = resolve(config.model)
         self._config = dataclasses.replace(config, model=str(resolved.path))
         self.model_name = resolved.name  # as the operator called it
-        self._text = TextSide(resolved.path)
+        self._text = TextSide(resolved.path, date=config.template_date)
         self._public_prefixes = self._text.encode_public(config.public_prefix, config.block_size)
         self._child: _Child | None = None
         self._info: ModelInfo | None = None

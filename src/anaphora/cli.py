@@ -115,6 +115,7 @@ async def _generate(config: EngineConfig, prompt: str, params: Any, is_raw: bool
             ids = llm.tokenizer.encode(prompt, parse_special=True)
         else:
             ids = llm.chat_template.encode([{"role": "user", "content": prompt}])
+            params = llm.chat_template.reading(params)
         async for delta in llm.generate(ids, params):
             typer.echo(delta.text, nl=False)
             if sys.stdout is not None:  # closed by the shell
@@ -287,14 +288,24 @@ def simulate(
 @app.command()
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="An alias (smollm2) or a hub id.")
+        str,
+        typer.Argument(metavar="MODEL", help="An alias (smollm2, gemma3-270m) or a hub id."),
     ] = _DEFAULTS.model,
+    accept_license: Annotated[
+        bool,
+        typer.Option(
+            "--accept-license", help="Accept the model's terms. Without it they are shown."
+        ),
+    ] = False,
 ) -> None:
     """Download a model into the local cache, check it, and print its path."""
     from anaphora.loaders.sources import ALIASES, resolve
     from anaphora.loaders.sources import pull as pull_model
 
-    typer.echo(pull_model(model) if model in ALIASES else resolve(model).path)
+    if model in ALIASES:
+        typer.echo(pull_model(model, accept_license=accept_license))
+    else:
+        typer.echo(resolve(model).path)
 
 
 @app.command()

@@ -67,6 +67,15 @@ MaxModelLen = Annotated[
         "Tokens of prompt and answer together. [dim](what model and cache allow)[/dim]", "Model"
     ),
 ]
+ChatDate = Annotated[
+    str | None,
+    option(
+        "The date for chat templates that print one. With a new date no old prefix is found. "
+        "[dim](the day of the start)[/dim]",
+        "Model",
+        metavar="YYYY-MM-DD",
+    ),
+]
 Host = Annotated[str, option("Address to listen on. Others than loopback need a key.", "Server")]
 Port = Annotated[
     int, option("Port to listen on; 0 takes a free one and prints it.", "Server", max=65535, min=0)
@@ -201,6 +210,7 @@ def serve(
     served_model_name: ServedNames = None,
     max_model_len: MaxModelLen = _DEFAULTS.max_model_len,
     dtype: DtypeOption = _DEFAULTS.dtype,
+    chat_date: ChatDate = _DEFAULTS.chat_date,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key: ApiKeys = None,
@@ -235,6 +245,7 @@ def serve(
         model=model,
         max_model_len=max_model_len,
         dtype=dtype,
+        chat_date=chat_date,
         enable_prefix_caching=enable_prefix_caching,
         kv_cache_memory=(
             None

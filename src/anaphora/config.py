@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import re
 from collections.abc import Mapping
@@ -81,6 +82,7 @@ class EngineConfig:
     cache_share: tuple[str, ...] = ()  # see cache.shares.Share.parse
     pin_quota: float = 0.1  # part of tier 1 that one tenant may pin
     public_prefix: tuple[str, ...] = ()  # system prompts whose blocks all tenants share
+    chat_date: str | None = None  # YYYY-MM-DD for chat templates that print it; None: today
     audit_hits: float = 0.0  # part of the hits that are computed again and compared
     threads: int | None = None  # None: the cores this process may use
 
@@ -117,6 +119,20 @@ class EngineConfig:
             )
 
         self._check_tiers()
+        self.template_date  # noqa: B018  raises
+
+    @property
+    def template_date(self) -> datetime.date | None:
+        """``chat_date`` as a date. Raises ``ConfigError``."""
+        if self.chat_date is None:
+            return None
+        try:
+            day = datetime.date.fromisoformat(self.chat_date)
+        except (TypeError, ValueError):
+            day = None
+        if day is None or day.isoformat() != self.chat_date:
+            raise ConfigError(f"--chat-date is {self.chat_date!r}; write a date as YYYY-MM-DD")
+        return day
 
     def _check_tiers(self) -> None:
         if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, int):

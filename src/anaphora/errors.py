@@ -4,6 +4,7 @@ AnaphoraError
 ├── ConfigError            an option or file given by the operator          → exit status 2
 ├── ModelError             a checkpoint that cannot be served as it is      → exit status 2
 │   ├── ModelNotFound      no such alias, file, directory or hub id
+│   ├── LicenceNotAccepted a model whose terms must be accepted before it is fetched
 │   ├── UnsupportedModel   an architecture, tensor type or field we lack
 │   └── CorruptCheckpoint  truncated, mis-shaped or damaged files
 ├── RequestError           the client's mistake, with an HTTP status        → 4xx
@@ -40,6 +41,10 @@ class ModelError(AnaphoraError):
 
 class ModelNotFound(ModelError):
     """No such alias, file, directory or hub id."""
+
+
+class LicenceNotAccepted(ModelError):
+    """The model's terms must be accepted before it is fetched."""
 
 
 class UnsupportedModel(ModelError):

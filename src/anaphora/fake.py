@@ -1,13 +1,14 @@
 """A model that is not one: ``FakeLLM`` answers from a script, so tests need no weights.
 
 It keeps ``AsyncLLM``'s contract, from call-time checks to aborts, cached-token counts, purges and
-pins. A token is a byte; four more ids are control tokens. Nothing here is random.
+pins. A token is a byte; the ids above are control tokens. Nothing here is random.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import itertools
 import math
 from collections import deque
@@ -15,8 +16,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 from anaphora.errors import EngineDied, EngineUnavailable, RequestError
 from anaphora.fake_cache import TIER, FakeCache
+from anaphora.text import harmony
 from anaphora.text.chat import ChatTemplate
-from anaphora.text.detokenizer import Detokenizer
+from anaphora.text.formats import output_reader
+from anaphora.text.output import Output
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.text.vocabulary import TokenType, Vocabulary
 from anaphora.types import (
@@ -29,6 +32,7 @@ from anaphora.types import (
     EngineStats,
     FinishReason,
     ModelInfo,
+    OutputFormat,
     SamplingParams,
     TierCounters,
     TokenLogprob,
@@ -42,18 +46,55 @@ _CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+# Control tokens and templates of models that call tools. They show what is rendered, no more.
+_FORMATS: dict[OutputFormat, tuple[tuple[str, ...], str]] = {
+    "text": ((), _CHAT_TEMPLATE),
+    "harmony": (
+        tuple(f"<|{name}|>" for name in harmony.MARKS),
+        """<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}
+Date: {{ strftime_now('%Y-%m-%d') }}<|end|>
+{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary
+    {%- elif message.tool_calls %}
+        {%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>
+        {{- message.thinking }}<|end|>{% endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary<|message|>' }}
+        {{- (call.arguments if call.arguments is string else call.arguments | tojson) }}
+        {{- '<|call|>' }}
+    {%- elif message.role == 'assistant' %}<|start|>assistant<|channel|>final
+    {%- else %}<|start|>{{ message.role }}{% endif %}
+    {%- if not message.tool_calls %}<|message|>{{ message.content }}<|end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}""",
+    ),
+    "llama3": (
+        ("<|python_tag|>", "<|eot_id|>"),
+        """{{ bos_token }}{% if tools %}{{ tools | tojson }}<|eot_id|>{% endif %}
+{%- for message in messages -%}
+[{{ message.role }}]{% if message.tool_calls %}
+{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+{%- else %}{{ message.content }}{% endif %}<|eot_id|>
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}""",
+    ),
+}
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 _FILLER = ord(".")  # what a fake says when it must go on after its answer
 _MAX_ECHO_CHARS = 200
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A real tokenizer whose token i below 256 is byte i, and four control tokens."""
+def byte_tokenizer(more_tokens: Sequence[str] = ()) -> Tokenizer:
+    """A real tokenizer whose token i below 256 is byte i, then control tokens: four and more."""
+    control = (*_SPECIAL_TOKENS, *more_tokens)
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = itertools.count(256)  # byte-level BPE spells the other bytes with characters from here
     spelling = [chr(byte if byte in printable else next(spare)) for byte in range(256)]
     vocabulary = Vocabulary(
-        tokens=(*spelling, *_SPECIAL_TOKENS),
-        types=(TokenType.NORMAL,) * 256 + (TokenType.CONTROL,) * len(_SPECIAL_TOKENS),
+        tokens=(*spelling, *control),
+        types=(TokenType.NORMAL,) * 256 + (TokenType.CONTROL,) * len(control),
         merges=(),
         pre_tokenizer="gpt-2",
         bos_token_id=BOS,
@@ -65,7 +106,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class _Script:
-    answer: str | None  # None: the default answer
+    answer: list[int] | None  # None: the default answer
     error: Exception | None = None
 
 
@@ -73,6 +114,7 @@ class FakeLLM:
     """Stands in for ``AsyncLLM``: ``enqueue`` the answers, or let it echo what it was asked.
 
     ``requests`` and ``aborted`` record what happened. ``token_delay`` is slept before each token.
+    With another ``output_format`` it is a model that calls tools, see ``enqueue``.
     """
 
     def __init__(
@@ -83,10 +125,17 @@ class FakeLLM:
         block_size: int = 16,
         token_delay: float = 0.0,
         enable_prefix_caching: bool = True,
+        output_format: OutputFormat = "text",
+        chat_date: datetime.date | None = None,
     ) -> None:
-        self.info = _fake_info(name, max_model_len, block_size, enable_prefix_caching)
-        self.tokenizer = byte_tokenizer()
-        self.chat_template: ChatTemplate | None = ChatTemplate(_CHAT_TEMPLATE, self.tokenizer)
+        control, template = _FORMATS[output_format]
+        self.tokenizer = byte_tokenizer(control)
+        self.info = _fake_info(
+            name, max_model_len, block_size, enable_prefix_caching, self.tokenizer.vocab_size
+        )
+        self.chat_template: ChatTemplate | None = ChatTemplate(
+            template, self.tokenizer, date=chat_date
+        )
         self.token_delay = token_delay
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
@@ -97,16 +146,27 @@ class FakeLLM:
         self._unavailable: EngineUnavailable | None = None
         self._num_deaths = 0
 
-    def enqueue(self, answer: str | Exception, *, then: Exception | None = None) -> None:
+    def enqueue(
+        self,
+        answer: str | Exception,
+        *,
+        then: Exception | None = None,
+        parse_special: bool = False,
+    ) -> None:
         """Answer the next unscripted request with ``answer``; raise ``then`` after its last token.
 
-        A ``RequestError`` or ``EngineUnavailable`` is raised when ``generate`` is called, as the
-        real one does; any other exception at the first token.
+        With ``parse_special`` the literals of control tokens in ``answer`` are these tokens, as in
+        ``<|channel|>final<|message|>Hello<|return|>``. A ``RequestError`` or ``EngineUnavailable``
+        is raised when ``generate`` is called, as the real one does; any other exception at the
+        first token.
         """
         if isinstance(answer, Exception):
-            self._scripts.append(_Script(answer="", error=answer))
+            self._scripts.append(_Script(answer=[], error=answer))
         else:
-            self._scripts.append(_Script(answer=answer, error=then))
+            ids = self.tokenizer.encode(
+                answer, add_special_tokens=False, parse_special=parse_special
+            )
+            self._scripts.append(_Script(answer=ids, error=then))
 
     def die(self) -> None:
         """Lose the engine: running requests raise ``EngineDied``, new ones are refused."""
@@ -204,10 +264,10 @@ class FakeLLM:
     ) -> _Choice:
         answer = script.answer
         if answer is None:
-            answer = self._echo(request.prompt_token_ids)
+            answer = list(self._echo(request.prompt_token_ids).encode())
         return _Choice(
             index=index,
-            answer=[*answer.encode(), EOS],
+            answer=[*answer, EOS],
             tokenizer=self.tokenizer,
             params=request.params,
             max_tokens=min(
@@ -267,12 +327,10 @@ class _Choice:
         self._stop_reason: str | int | None = None
         self._answer = deque(answer)
         self._vocab_size = tokenizer.vocab_size
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-        )
+        self._reader = output_reader(tokenizer, params)
+        self._eos_token_ids = {EOS}
+        if params.output_format == "harmony":
+            self._eos_token_ids |= {tokenizer.control_tokens[text] for text in _HARMONY_ENDS}
         self._params = params
         self._max_tokens = max_tokens
         self._cache_report = cache_report
@@ -287,13 +345,15 @@ class _Choice:
         token_id = self._next_token()
         is_first = self.index == 0 and not self.token_ids
         self.token_ids.append(token_id)
-        text = self._detokenizer.add([token_id])
+        read = self._reader.add(token_id)
         self._check_finish(token_id)
-        if self.finish_reason:
-            text += self._detokenizer.flush()
+        rest = self._reader.flush() if self.finish_reason else Output()
         return CompletionDelta(
             index=self.index,
-            text=text,
+            text=read.text + rest.text,
+            reasoning=read.reasoning + rest.reasoning,
+            tool_calls=read.tool_calls + rest.tool_calls,
+            part=read.part,
             token_ids=(token_id,),
             num_cached_tokens=self._cache_report.hits[TIER],
             cache_report=self._cache_report if is_first else None,
@@ -310,11 +370,11 @@ class _Choice:
 
     def _check_finish(self, token_id: int) -> None:
         is_early = len(self.token_ids) < self._params.min_tokens
-        if self._detokenizer.stop_reason is not None:
-            self.finish_reason, self._stop_reason = "stop", self._detokenizer.stop_reason
+        if self._reader.stop_reason is not None:
+            self.finish_reason, self._stop_reason = "stop", self._reader.stop_reason
         elif token_id in self._params.stop_token_ids and not is_early:
             self.finish_reason, self._stop_reason = "stop", token_id
-        elif token_id == EOS:
+        elif token_id in self._eos_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._max_tokens:
             self.finish_reason = "length"
@@ -331,7 +391,7 @@ class _Choice:
 
 
 def _fake_info(
-    name: str, max_model_len: int, block_size: int, enable_prefix_caching: bool
+    name: str, max_model_len: int, block_size: int, enable_prefix_caching: bool, vocab_size: int
 ) -> ModelInfo:
     return ModelInfo(
         name=name,
@@ -339,7 +399,7 @@ def _fake_info(
         num_parameters=0,
         num_multiplied_weights=0,
         num_head_weights=0,
-        vocab_size=256 + len(_SPECIAL_TOKENS),
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         dtype="float32",
         kv_cache_dtype="float32",

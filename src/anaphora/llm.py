@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,8 @@ from anaphora.errors import ConfigError, EngineError, InvalidRequest
 from anaphora.loaders.checkpoint import open_checkpoint
 from anaphora.loaders.sources import resolve
 from anaphora.text.chat import ChatTemplate
-from anaphora.text.detokenizer import Detokenizer
+from anaphora.text.formats import output_reader
+from anaphora.text.output import Output
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import (
     CacheAnswer,
@@ -44,11 +46,21 @@ DEFAULT_PARAMS = SamplingParams(max_tokens=256)  # without a bound it could be t
 
 
 @dataclasses.dataclass
+class ToolCall:
+    """A function that an answer calls. ``arguments`` is JSON as the model wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclasses.dataclass
 class Completion:
     """One finished choice."""
 
     index: int = 0
     text: str = ""
+    reasoning: str = ""  # in chats of models that mark it
+    tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)  # as reasoning
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -60,6 +72,11 @@ class Completion:
     def extend(self, delta: CompletionDelta) -> None:
         """Adds what a step gave."""
         self.text += delta.text
+        self.reasoning += delta.reasoning
+        for call in delta.tool_calls:
+            if call.name is not None:
+                self.tool_calls.append(ToolCall(call.name))
+            self.tool_calls[call.index].arguments += call.arguments
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.num_cached_tokens = delta.num_cached_tokens
@@ -70,11 +87,14 @@ class Completion:
 class TextSide:
     """What turns a checkpoint's text into token ids and back; loads no weights."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, date: datetime.date | None = None) -> None:
+        """``date`` is for chat templates that print one; None is today."""
         with open_checkpoint(path) as checkpoint:
             self.tokenizer: Tokenizer = checkpoint.tokenizer
             source = checkpoint.chat_template
-        self.chat_template = None if source is None else ChatTemplate(source, self.tokenizer)
+        self.chat_template = (
+            None if source is None else ChatTemplate(source, self.tokenizer, date=date)
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt that is text or already ids."""
@@ -114,21 +134,12 @@ class RequestOutputs:
     """Turns one request's tokens into text, choice by choice, and finds stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizers = {
-            index: Detokenizer(
-                tokenizer,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
-            for index in range(params.n)
-        }
+        self._readers = {index: output_reader(tokenizer, params) for index in range(params.n)}
 
     @property
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
-        return not self._detokenizers
+        return not self._readers
 
     def add(self, output: SequenceOutput) -> CompletionDelta | None:
         """The text of a step's output; None if its choice ended earlier at a stop string.
@@ -136,24 +147,30 @@ class RequestOutputs:
         A delta with ``finish_reason`` "stop" and a string as ``stop_reason`` ends a choice that
         the engine does not know to have ended: the caller aborts it there.
         """
-        detokenizer = self._detokenizers.get(output.index)
-        if detokenizer is None:
+        reader = self._readers.get(output.index)
+        if reader is None:
             return None
         if output.error is not None:
             raise EngineError(f"the model failed on this request: {output.error}")
         token_ids = () if output.token_id is None else (output.token_id,)
-        text = detokenizer.add(token_ids)
-        finish_reason, stop_reason = output.finish_reason, detokenizer.stop_reason
+        read = Output() if output.token_id is None else reader.add(output.token_id)
+        text, reasoning, tool_calls = read.text, read.reasoning, read.tool_calls
+        finish_reason, stop_reason = output.finish_reason, reader.stop_reason
         if stop_reason is not None:
             finish_reason = "stop"
         elif finish_reason is not None:
-            text += detokenizer.flush()
-            stop_reason = detokenizer.stop_reason
+            rest = reader.flush()
+            text, reasoning = text + rest.text, reasoning + rest.reasoning
+            tool_calls += rest.tool_calls
+            stop_reason = reader.stop_reason
         if finish_reason is not None:
-            del self._detokenizers[output.index]
+            del self._readers[output.index]
         return CompletionDelta(
             index=output.index,
             text=text,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            part=read.part,
             token_ids=token_ids,
             num_cached_tokens=output.num_cached_tokens,
             cache_report=output.cache_report,
@@ -170,7 +187,7 @@ class LLM:
         """``options`` are fields of ``EngineConfig``. Raises ``ConfigError``, ``ModelError``."""
         config = EngineConfig.of(model, options)
         resolved = resolve(config.model)
-        self._text = TextSide(resolved.path)
+        self._text = TextSide(resolved.path, date=config.template_date)
         config = dataclasses.replace(config, model=str(resolved.path))
         public = self._text.encode_public(config.public_prefix, config.block_size)
         self._engine = Engine(config, public)
@@ -215,16 +232,22 @@ class LLM:
         messages: list[Message],
         params: SamplingParams = DEFAULT_PARAMS,
         *,
+        tools: list[dict[str, Any]] | None = None,
         scope: CacheScope | None = None,
         workload: Workload = "interactive",
     ) -> Completion:
-        """The answer to a conversation; with n > 1 use ``generate``."""
+        """The answer to a conversation; with n > 1 use ``generate``.
+
+        ``tools`` are functions in OpenAI's shape, for models whose calls are understood.
+        """
         _check_params(params)
         if params.n != 1:
             raise InvalidRequest(f"n is {params.n}; chat() gives one answer", param="n")
-        if self._text.chat_template is None:
+        template = self._text.chat_template
+        if template is None:
             raise InvalidRequest("this model has no chat template; use generate()")
-        token_ids = self._text.chat_template.encode(messages)
+        params = template.reading(params, tools)
+        token_ids = template.encode(messages, tools=tools)
         return self._run([token_ids], params, scope or CacheScope(), workload)[0]
 
     def stats(self) -> EngineStats:

@@ -19,6 +19,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Workload = Literal["provisioned", "interactive", "batch"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 DEFAULT_TENANT = "default"
+# How a model writes answers: as text, or with reasoning and calls of tools marked in it.
+OutputFormat = Literal["text", "harmony", "llama3"]
+# What a generated token is part of; "format" is what marks the other parts.
+OutputPart = Literal["content", "reasoning", "tool_call", "format"]
 # Why computing a prompt's next block could not be skipped.
 MissReason = Literal[
     "no_full_block",  # what is left does not fill one
@@ -50,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``max_tokens`` None means up to the context's end. ``logprobs`` is
     the number of alternatives to report beside the chosen token, None for no logprobs at all.
+    ``output_format`` says how to take the answer apart (``ChatTemplate.output_format``), and
+    ``tool_names`` which functions it may call where only the name tells a call from text.
     """
 
     n: int = 1
@@ -70,6 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    output_format: OutputFormat = "text"
+    tool_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -242,10 +250,19 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step added to the call of a tool; ``name`` is in the first delta of a call alone."""
+
+    index: int  # of the call in its answer
+    name: str | None = None
+    arguments: str = ""  # a piece of JSON, as the model writes it
+
+
 class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New output of one choice. The last delta of a choice carries its ``finish_reason``.
 
     ``text`` can be empty while characters or a possible stop string are still incomplete.
+    ``reasoning`` and ``tool_calls`` are apart from it where ``output_format`` has them.
     ``stop_reason`` is the stop string or stop token id that ended it, None for end of sequence.
     """
 
@@ -253,6 +270,9 @@ class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     num_cached_tokens: int  # of the prompt, the same in every delta of a request
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    part: OutputPart = "content"  # what ``token_ids`` are part of
     cache_report: CacheReport | None = None  # in the first delta of a request
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None

@@ -1,14 +1,19 @@
 """Writes tokenizers.json.gz: texts with their token ids as llama.cpp and Hugging Face give them.
 
-Made with xllamacpp 2026.10.11549 (llama.cpp), transformers 5.24.0, tokenizers 0.23.3, gguf 0.19.0:
+Made with xllamacpp 2026.10.11549 (llama.cpp), transformers 5.24.0, tokenizers 0.23.3, gguf 0.19.0,
+sentencepiece 0.2.3:
 
-    python make_tokenizers.py SmolLM2-135M-Instruct.Q4_1.gguf
+    python make_tokenizers.py SmolLM2-135M-Instruct.Q4_1.gguf gemma-3-270m-q4_k_m.gguf
 
 For ``smollm`` the vocabulary is that of the model file. For the other pre-tokenizers a small one
 is trained on the texts below, stored as a tokenizer.json, and given to llama.cpp inside a tiny
 model. Where llama.cpp's hand-written splitting differs from the regular expression that the model's
 authors published, the expression is right: such texts are listed under ``llama_cpp_differs`` and
 the ids stored are Hugging Face's. In gpt-4o it forgets that words contain combining marks.
+
+``gemma3`` has the ids of sentencepiece itself, from a model with the file's tokens and scores, and
+llama.cpp's where control tokens are parsed. ``sentencepiece`` is a small vocabulary like Llama 2's:
+``ids`` are llama.cpp's, ``first`` those of a tokenizer.json that puts a space at the start only.
 """
 
 from __future__ import annotations
@@ -18,13 +23,27 @@ import json
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
+import sentencepiece
 import xllamacpp
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import generate_merges
 
 OUTPUT = Path(__file__).with_name("tokenizers.json.gz")
 LLAMA_BPE = (
@@ -182,18 +201,11 @@ def trained(pre: str) -> Tokenizer:
 def write_tiny_model(path: Path, pre: str, tokenizer: Tokenizer) -> None:
     """A one-layer llama that llama.cpp loads for the sake of its vocabulary."""
     content = json.loads(tokenizer.to_str())
-    size, width = tokenizer.get_vocab_size(), 32
+    size = tokenizer.get_vocab_size()
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     kinds = {tokenizer.token_to_id(text): 3 for text in CONTROL}
     kinds |= {tokenizer.token_to_id(text): 4 for text in USER_DEFINED}
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(width)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(width)
-    writer.add_head_count(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([texts[index] for index in range(size)])
@@ -201,6 +213,18 @@ def write_tiny_model(path: Path, pre: str, tokenizer: Tokenizer) -> None:
     writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
     writer.add_bos_token_id(tokenizer.token_to_id("<|bos|>"))
     writer.add_eos_token_id(tokenizer.token_to_id("<|eos|>"))
+    write_weights(writer, size)
+
+
+def write_weights(writer: gguf.GGUFWriter, size: int, width: int = 32) -> None:
+    """What llama.cpp wants beside a vocabulary of ``size`` tokens."""
+    writer.add_context_length(128)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(size)
     shapes = {"token_embd.weight": (size, width), "output_norm.weight": (width,)}
     shapes |= {f"blk.0.{name}.weight": (width,) for name in ("attn_norm", "ffn_norm")}
     for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
@@ -235,13 +259,15 @@ def llama_cpp_ids(model: Path) -> list[list[list[int]]]:
     return [[tokenize(text, False), tokenize(text, True)] for text in TEXTS]
 
 
-def hugging_face_ids(tokenizer: Tokenizer) -> list[list[list[int]]]:
+def hugging_face_ids(
+    tokenizer: Tokenizer, control: Sequence[str] = CONTROL
+) -> list[list[list[int]]]:
     """As ``llama_cpp_ids``."""
     plain = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=CONTROL, split_special_tokens=True
+        tokenizer_object=tokenizer, additional_special_tokens=control, split_special_tokens=True
     )
     special = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=CONTROL, split_special_tokens=False
+        tokenizer_object=tokenizer, additional_special_tokens=control, split_special_tokens=False
     )
     results = []
     for text in TEXTS:
@@ -253,9 +279,96 @@ def hugging_face_ids(tokenizer: Tokenizer) -> list[list[list[int]]]:
     return results
 
 
+def sentencepiece_ids(model: Path) -> list[list[int]]:
+    """For each text, what sentencepiece makes of it with a GGUF file's tokens."""
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(model).fields.items()}
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    proto.trainer_spec.byte_fallback = True
+    proto.trainer_spec.unk_id = fields["tokenizer.ggml.unknown_token_id"]
+    proto.trainer_spec.unk_piece = fields["tokenizer.ggml.tokens"][proto.trainer_spec.unk_id]
+    proto.normalizer_spec.add_dummy_prefix = False
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    names = ("tokens", "scores", "token_type")
+    for index, (text, score, kind) in enumerate(
+        zip(*(fields[f"tokenizer.ggml.{name}"] for name in names), strict=True)
+    ):
+        # llama.cpp's converter writes user-defined tokens with plain spaces.
+        text = text.replace(" ", "\u2581") if kind == 4 else text
+        kind = 2 if index == proto.trainer_spec.unk_id else kind
+        proto.pieces.add(piece=text, score=score, type=kind)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    return [processor.encode(text) for text in TEXTS]
+
+
+def small_sentencepiece() -> dict[str, object]:
+    """A vocabulary like Llama 2's, with its ids."""
+    with tempfile.TemporaryDirectory() as directory:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([line for text in TEXTS * 2 for line in text.split("\n")]),
+            model_prefix=f"{directory}/small",
+            model_type="bpe",
+            vocab_size=700,
+            character_coverage=0.98,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            control_symbols=["<|im_start|>", "<|im_end|>"],
+            user_defined_symbols=[*USER_DEFINED, "  "],
+        )
+        proto = sentencepiece_model_pb2.ModelProto()
+        proto.ParseFromString(Path(f"{directory}/small.model").read_bytes())
+        pieces = [[piece.piece, piece.score, piece.type] for piece in proto.pieces]
+        for piece in pieces:
+            piece[0] = piece[0].replace("\u2581", " ") if piece[2] == 4 else piece[0]
+        path = Path(directory) / "tiny.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list([piece[0] for piece in pieces])
+        writer.add_token_scores([piece[1] for piece in pieces])
+        writer.add_token_types([piece[2] for piece in pieces])
+        for name, index in (("unk", 0), ("bos", 1), ("eos", 2)):
+            getattr(writer, f"add_{name}_token_id")(index)
+        write_weights(writer, len(pieces))
+        ids = llama_cpp_ids(path)
+    tokenizer = sentencepiece_file(pieces)
+    legacy = hugging_face_ids(tokenizer, [p[0] for p in pieces if p[2] == 3])
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    first = hugging_face_ids(tokenizer, [p[0] for p in pieces if p[2] == 3])
+    differs = [i for i, (a, b) in enumerate(zip(ids, legacy, strict=True)) if a != b]
+    print("sentencepiece: Hugging Face differs on", [TEXTS[i] for i in differs])
+    return {"pieces": pieces, "ids": ids, "first": first, "hugging_face_differs": differs}
+
+
+def sentencepiece_file(pieces: list[list[object]]) -> Tokenizer:
+    """The same as a tokenizer.json, with merges as transformers derives them."""
+    vocab = {piece[0]: index for index, piece in enumerate(pieces)}
+    added = [piece[0] for piece in pieces if piece[2] in (3, 4)]
+    scores = {piece[0]: piece[1] for piece in pieces}
+    merges = generate_merges(vocab, scores, skip_tokens=added)
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    for text in added:
+        is_control = pieces[vocab[text]][2] == 3
+        tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_control)])
+    return tokenizer
+
+
 def main() -> None:
     """Write the file."""
     golden = {"texts": TEXTS, "smollm": {"ids": llama_cpp_ids(Path(sys.argv[1]))}}
+    gemma3 = Path(sys.argv[2])
+    plain, theirs = sentencepiece_ids(gemma3), llama_cpp_ids(gemma3)
+    golden["gemma3"] = {"ids": [[a, b] for a, (_, b) in zip(plain, theirs, strict=True)]}
+    differs = [t for t, a, (b, _) in zip(TEXTS, plain, theirs, strict=True) if a != b]
+    print("gemma3: llama.cpp differs on", differs)
+    golden["sentencepiece"] = small_sentencepiece()
     for pre in ("gpt-2", "llama-bpe", "gpt-4o"):
         tokenizer = trained(pre)
         with tempfile.TemporaryDirectory() as directory:

@@ -12,6 +12,8 @@ import pytest
 
 from anaphora.errors import CorruptCheckpoint, UnsupportedModel
 from anaphora.loaders.checkpoint import open_checkpoint
+from anaphora.loaders.fields import Fields
+from anaphora.loaders.gguf_config import _eos_token_ids
 from anaphora.loaders.rope_factors import llama3_factors
 from anaphora.models.config import RopeScaling
 from anaphora.text.chat import ChatTemplate
@@ -284,6 +286,20 @@ def test_end_tokens_of_all_kinds(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, extra=extra)
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.config.eos_token_ids == (757, 758, 10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["a", "<end_of_turn>"], (0, 1)),
+        (["<|eom_id|>", "<|eot_id|>"], (0, 1)),
+        (["a", "<|end|>", "<|return|>", "<|call|>"], (0, 3, 2)),  # <|end|> ends no turn
+        (["a", "<|end|>", "<|return|>"], (0,)),
+    ],
+)
+def test_ends_of_turns_are_found_by_name(tokens: list[str], ends: tuple[int, ...]) -> None:
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0}
+    assert _eos_token_ids(Fields(fields, Path("x.gguf"))) == ends
 
 
 def test_named_chat_templates(tmp_path: Path) -> None:

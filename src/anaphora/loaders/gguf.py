@@ -155,41 +155,56 @@ def _restore_rows(array: Float32Array, num_heads: int) -> Float32Array:
 def read_vocabulary(metadata: dict[str, Any], path: Path) -> Vocabulary:
     """The tokenizer's tables from GGUF metadata.
 
-    Raises ``UnsupportedModel`` for SentencePiece and others, ``CorruptCheckpoint`` naming a table
+    Raises ``UnsupportedModel`` for a tokenizer that is no BPE, ``CorruptCheckpoint`` naming a table
     that is missing or has wrong content.
     """
     fields = Fields(metadata, path, "tokenizer.ggml.")
     model = fields.get("model")
-    if model != "gpt2":
-        known = "; a SentencePiece vocabulary" if model == "llama" else ""
-        raise fields.unsupported("model", model, f"{known}; supported is 'gpt2', byte-level BPE")
+    if model not in ("gpt2", "llama"):
+        hint = "; supported are 'gpt2', byte-level BPE, and 'llama', SentencePiece's"
+        raise fields.unsupported("model", model, hint)
     tokens = _strings(fields, "tokens")
-    merges = [tuple(_split_merge(text, path)) for text in _strings(fields, "merges")]
     kinds = fields.get("token_type")
     try:
         types = tuple(map(TokenType, kinds)) if kinds else (TokenType.NORMAL,) * len(tokens)
     except (TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path}: tokenizer.ggml.token_type: {error}") from error
-    pre = fields.get("pre")
-    if not isinstance(pre, str):
-        raise UnsupportedModel(
-            f"{path}: tokenizer.ggml.pre is missing, so that how to split text is unknown; convert "
-            "the model again with a newer converter"
-        )
     return Vocabulary(
         tokens=tuple(tokens),
         types=types,
-        merges=tuple((left, right) for left, right in merges),
-        pre_tokenizer=pre,
+        **(_joined_by_score(fields) if model == "llama" else _joined_by_merges(fields)),
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_id=fields.token_id("eos_token_id"),
         unk_token_id=fields.token_id("unknown_token_id"),
         pad_token_id=fields.token_id("padding_token_id"),
-        # Files of Llama 3 from before this field was written rely on it.
-        add_bos=fields.flag("add_bos_token", pre == "llama-bpe"),
+        # Files of Llama 3 from before this field was written rely on it, as those of Llama 2 do.
+        add_bos=fields.flag("add_bos_token", model == "llama" or fields.get("pre") == "llama-bpe"),
         add_eos=fields.flag("add_eos_token", False),
-        add_space_prefix=fields.flag("add_space_prefix", False),
+        add_space_prefix=fields.flag("add_space_prefix", model == "llama"),
     )
+
+
+def _joined_by_merges(fields: Fields) -> dict[str, Any]:
+    pre = fields.get("pre")
+    if not isinstance(pre, str):
+        raise UnsupportedModel(
+            f"{fields.path}: tokenizer.ggml.pre is missing, so that how to split text is unknown; "
+            "convert the model again with a newer converter"
+        )
+    merges = tuple(_split_merge(text, fields.path) for text in _strings(fields, "merges"))
+    return {"pre_tokenizer": pre, "merges": merges}
+
+
+def _joined_by_score(fields: Fields) -> dict[str, Any]:
+    scores = fields.get("scores")
+    if not isinstance(scores, list) or not all(isinstance(item, float) for item in scores):
+        raise CorruptCheckpoint(f"{fields.path}: tokenizer.ggml.scores must be a list of numbers")
+    return {
+        "pre_tokenizer": "sentencepiece",
+        "spelling": "sentencepiece",
+        "merges": (),
+        "scores": tuple(scores),
+    }
 
 
 def _strings(fields: Fields, key: str) -> list[str]:

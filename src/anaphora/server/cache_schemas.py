@@ -23,7 +23,10 @@ _MAX_NAME_CHARS = 128
 
 _OF_PROMPT = frozenset({"prompt", "add_special_tokens"})
 _OF_MESSAGES = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+    {
+        *("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+        *("tools", "tool_choice", "reasoning_effort"),
+    }
 )
 _OF_PREFIX = _OF_PROMPT | _OF_MESSAGES | {"cache_salt", "prompt_cache_key"}
 

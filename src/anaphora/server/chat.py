@@ -13,7 +13,9 @@ from anaphora.server.generation import Generation
 from anaphora.server.logprobs import chat_logprobs
 from anaphora.server.schemas import ChatRequest
 from anaphora.server.service import Service, now
+from anaphora.server.tools import ToolCalls
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
+from anaphora.types import CompletionDelta, FinishReason
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -27,6 +29,9 @@ def chat_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         params = body.sampling_params(service.llm.info.vocab_size)
         prompt = await service.encode_chat(body.messages, body)
+        if not body.continue_final_message:  # where it is, the answer goes on inside the text
+            template = service.chat_template
+            params = template.reading(params, body.offered_tools(template.output_format))
         generation = service.generation(
             request, [prompt], params, body.scope(request.state.tenant), body.workload, "messages"
         )
@@ -62,46 +67,51 @@ class _ChatAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """The complete response body."""
-        choices = [_new_choice(i, self._body) for i in range(self._generation.num_choices)]
+        choices = [_Choice(i, self._body) for i in range(self._generation.num_choices)]
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
-                choice = choices[delta.index]
-                choice["message"]["content"].append(delta.text)
-                if choice["logprobs"] is not None:
-                    choice["logprobs"]["content"] += chat_logprobs(self._tokenizer, delta.logprobs)
-                choice["finish_reason"] = delta.finish_reason
-                choice["stop_reason"] = delta.stop_reason
-        for choice in choices:
-            choice["message"]["content"] = "".join(choice["message"]["content"])
+                choices[delta.index].add(delta, self._logprobs(delta))
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": choices,
+            "choices": [choice.whole() for choice in choices],
             "usage": self._generation.usage(),
             **self._diagnostics(),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a stream, each as an event."""
-        started: set[int] = set()
+        calls: dict[int, ToolCalls] = {}
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
-                if delta.index not in started:
-                    started.add(delta.index)
+                if delta.index not in calls:
+                    calls[delta.index] = ToolCalls()
                     role = {"role": "assistant", "content": "", "refusal": None}
                     yield self._chunk([_chunk_choice(delta.index, role)])
                 logprobs = None
                 if self._body.logprobs:
-                    content = chat_logprobs(self._tokenizer, delta.logprobs)
-                    logprobs = {"content": content, "refusal": None}
-                if delta.text or delta.logprobs:
+                    logprobs = {"content": self._logprobs(delta), "refusal": None}
+                if delta.reasoning:
+                    reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+                    yield self._chunk([_chunk_choice(delta.index, reasoning)])
+                if delta.text or (logprobs and logprobs["content"]):
                     text = {"content": delta.text}
                     yield self._chunk([_chunk_choice(delta.index, text, logprobs=logprobs)])
+                if delta.tool_calls:
+                    added = [calls[delta.index].add(call) for call in delta.tool_calls]
+                    yield self._chunk([_chunk_choice(delta.index, {"tool_calls": added})])
                 if delta.finish_reason is not None:
-                    last = _chunk_choice(delta.index, {}, finish_reason=delta.finish_reason)
+                    reason = _finish_reason(delta.finish_reason, calls[delta.index])
+                    last = _chunk_choice(delta.index, {}, finish_reason=reason)
                     yield self._chunk([{**last, "stop_reason": delta.stop_reason}])
         if self._body.includes_usage or self._body.cache_diagnostics:
             yield self._chunk([], usage=self._generation.usage(), **self._diagnostics())
+
+    def _logprobs(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """Those of content, of which OpenAI's field is."""
+        if delta.part != "content":
+            return []
+        return chat_logprobs(self._tokenizer, delta.logprobs)
 
     def _diagnostics(self) -> dict[str, Any]:
         if not self._body.cache_diagnostics:
@@ -122,13 +132,40 @@ class _ChatAnswer:
         return encode_event(chunk)
 
 
-def _new_choice(index: int, body: ChatRequest) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": [], "refusal": None},
-        "logprobs": {"content": [], "refusal": None} if body.logprobs else None,
-        "finish_reason": None,
-    }
+class _Choice:
+    """Puts one whole choice together."""
+
+    def __init__(self, index: int, body: ChatRequest) -> None:
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls = ToolCalls()
+        self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
+        self._head: dict[str, Any] = {"index": index}
+        self._end: dict[str, Any] = {"finish_reason": None}
+
+    def add(self, delta: CompletionDelta, logprobs: list[dict[str, Any]]) -> None:
+        self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            self._calls.add(call)
+        if self._logprobs is not None:
+            self._logprobs += logprobs
+        reason = _finish_reason(delta.finish_reason, self._calls)
+        self._end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+    def whole(self) -> dict[str, Any]:
+        text, reasoning = "".join(self._text), "".join(self._reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if self._calls:
+            message |= {"content": text or None, "tool_calls": self._calls.whole()}
+        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        return {**self._head, "message": message, "logprobs": logprobs, **self._end}
+
+
+def _finish_reason(reason: FinishReason | None, calls: ToolCalls) -> str | None:
+    return "tool_calls" if reason == "stop" and calls else reason
 
 
 def _chunk_choice(

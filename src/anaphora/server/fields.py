@@ -14,7 +14,7 @@ BATCH_TIERS: tuple[ServiceTier, ...] = ("flex", "batch")
 
 # Field → the values that ask for nothing. Any other value would change the answer's meaning.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
+    "tools": (None, []),  # in chat models whose format we read have them; see server/tools.py
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -75,9 +75,9 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
     "safety_identifier": "as user",
     "metadata": "labels for OpenAI's dashboard",
     "store": "false, which is what always holds",
-    "parallel_tool_calls": "has no meaning without tools",
+    "parallel_tool_calls": "models that call tools make one call in an answer",
+    "tools[].function.strict": "arguments are as the model writes them; check them",
     "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
-    "reasoning_effort": "the models served have one effort",
     "verbosity": "the models served have one verbosity",
     "prompt_cache_retention": "how long others may keep a prefix; here the operator decides",
     "prompt_cache_options": "implicit mode, which is what always holds",

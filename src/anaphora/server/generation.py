@@ -43,6 +43,7 @@ class Generation:
         self._num_cached_tokens = [0] * len(prompts)
         self._reports: list[CacheReport | None] = [None] * len(prompts)
         self._num_completion_tokens = 0
+        self._num_reasoning_tokens = 0
         self._started = time.perf_counter()
         self._last_output: dict[int, float] = {}  # choice → when it last brought tokens
         self._seen_prompts: set[int] = set()
@@ -71,12 +72,16 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object for what came out so far."""
         prompt_tokens = sum(self._prompt_lengths)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._num_completion_tokens,
             "total_tokens": prompt_tokens + self._num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
         }
+        if self._params.output_format == "harmony":
+            details = {"reasoning_tokens": self._num_reasoning_tokens}
+            usage["completion_tokens_details"] = details
+        return usage
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """What the cache did, for each prompt."""
@@ -112,6 +117,8 @@ class Generation:
             self._metrics.cached_prompt_tokens.inc(delta.num_cached_tokens)
         if num_tokens := len(delta.token_ids):
             self._num_completion_tokens += num_tokens
+            if delta.part == "reasoning":
+                self._num_reasoning_tokens += num_tokens
             self._metrics.generation_tokens.inc(num_tokens)
             if index in self._last_output:
                 gap = now - self._last_output[index]

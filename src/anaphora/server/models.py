@@ -80,7 +80,7 @@ def tokens_router(service: Service) -> APIRouter:
             )
         pieces = None
         if body.return_token_strs:
-            pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+            pieces = [tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in ids]
         return json_response(
             {
                 "count": len(ids),

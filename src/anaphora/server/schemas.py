@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from anaphora.errors import InvalidRequest
 from anaphora.server.envelope import describe, translate, unsupported
 from anaphora.server.fields import BATCH_TIERS, ServiceTier, refuse_unsupported
+from anaphora.server.tools import check_calls, check_tools
 from anaphora.types import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -30,6 +31,7 @@ from anaphora.types import (
     MAX_SEED,
     CacheScope,
     Message,
+    OutputFormat,
     SamplingParams,
     Workload,
 )
@@ -40,6 +42,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's bound for /v1/completions
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions, not for chat
+REASONING_EFFORTS = ("low", "medium", "high")
 _INT32 = 2**31 - 1
 
 Prompt = str | list[int]
@@ -234,16 +237,33 @@ class ChatMessage(Body):
     content: (
         Annotated[list[ContentPart], Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] | None
     ) = None
+    tool_calls: SkipValidation[Any] = None  # checked by hand, where the model has them
 
-    def as_message(self, where: str) -> Message:
-        """The message as a template reads it, with its parts joined to one string."""
+    def as_message(self, where: str, output_format: OutputFormat) -> Message:
+        """The message as a template reads it, with its parts joined to one string.
+
+        Calls and their results need an ``output_format`` that has calls.
+        """
         extra = dict(self.model_extra or {})
-        for field in ("tool_calls", "function_call"):
-            if extra.pop(field, None):
-                raise unsupported(f"{where}.{field}", "write the call and its result as text")
-        if self.role in ("tool", "function"):
-            raise unsupported(f"{where}.role", "send a tool's result as a user message")
+        if extra.pop("function_call", None):
+            raise unsupported(f"{where}.function_call", "send tool_calls")
+        if self.role == "function":
+            raise unsupported(f"{where}.role", 'send a result with the role "tool"')
+        if output_format == "text":
+            if self.tool_calls:
+                raise unsupported(f"{where}.tool_calls", "write the call and its result as text")
+            if self.role == "tool":
+                raise unsupported(f"{where}.role", "send a tool's result as a user message")
+        if self.tool_calls:
+            extra["tool_calls"] = check_calls(self.tool_calls, self.role, where)
+        # "developer" is OpenAI's newer name of "system", the only one that open templates know
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self._text(where), **extra}
+
+    def _text(self, where: str) -> str | None:
         if self.content is None:
+            if self.tool_calls:
+                return None
             raise InvalidRequest(
                 f"{where}.content is null or missing; send a string or text parts",
                 param=f"{where}.content",
@@ -251,9 +271,7 @@ class ChatMessage(Body):
         parts = [
             part.as_text(f"{where}.content[{index}]") for index, part in enumerate(self.content)
         ]
-        # "developer" is OpenAI's newer name of "system", the only one that open templates know
-        role = "system" if self.role == "developer" else self.role
-        return {**extra, "role": role, "content": "\n".join(parts)}
+        return "\n".join(parts)
 
 
 class TemplateBody(Body):
@@ -262,6 +280,28 @@ class TemplateBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: SkipValidation[Any] = None  # checked by hand: they go to the template as they are
+    tool_choice: SkipValidation[Any] = None
+    reasoning_effort: str | None = None
+
+    def offered_tools(self, output_format: OutputFormat) -> list[dict[str, Any]]:
+        """The functions to show the model. Raises ``InvalidRequest`` if it cannot call any."""
+        if output_format != "text":
+            return check_tools(self.tools, self.tool_choice)
+        refuse_unsupported({"tools": self.tools, "tool_choice": self.tool_choice})
+        return []
+
+    def template_kwargs(self, *, reads_reasoning_effort: bool) -> dict[str, Any]:
+        """What the template gets beside the messages."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is None or not reads_reasoning_effort:
+            return kwargs  # models with one effort are asked for others by many clients
+        if self.reasoning_effort not in REASONING_EFFORTS:
+            raise InvalidRequest(
+                f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)} for this model",
+                param="reasoning_effort",
+            )
+        return kwargs | {"reasoning_effort": self.reasoning_effort}
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -348,6 +388,8 @@ class TokenizeRequest(TemplateBody):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         refuse_unsupported(self.model_extra or {})
+        if self.prompt is not None:
+            self.offered_tools("text")
         return self
 
 

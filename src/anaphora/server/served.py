@@ -16,6 +16,7 @@ from anaphora.types import (
     EngineStats,
     Message,
     ModelInfo,
+    OutputFormat,
     SamplingParams,
     Workload,
 )
@@ -46,6 +47,19 @@ class ServedTokenizer(Protocol):
 
 class ServedChatTemplate(Protocol):
     """Turns messages into the token ids of a prompt."""
+
+    @property
+    def output_format(self) -> OutputFormat:
+        """How the model answers."""
+
+    @property
+    def reads_reasoning_effort(self) -> bool:
+        """Whether the template takes it as an argument."""
+
+    def reading(
+        self, params: SamplingParams, tools: Sequence[dict[str, Any]] | None = None
+    ) -> SamplingParams:
+        """``params`` that take an answer to a prompt with ``tools`` apart."""
 
     def encode(
         self,

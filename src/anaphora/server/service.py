@@ -20,7 +20,7 @@ from anaphora.server.schemas import (
     TemplateBody,
     check_token_id,
 )
-from anaphora.server.served import ServedLLM
+from anaphora.server.served import ServedChatTemplate, ServedLLM
 from anaphora.server.tenants import Tenants
 from anaphora.server.transport import BodyReader
 from anaphora.types import CacheScope, SamplingParams, Workload, are_token_ids
@@ -81,26 +81,37 @@ class Service:
 
     async def encode_chat(self, messages: Sequence[ChatMessage], body: TemplateBody) -> list[int]:
         """Token ids of a chat. Raises ``InvalidRequest``."""
-        template = self.llm.chat_template
-        if template is None:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
-        plain = [message.as_message(f"messages[{i}]") for i, message in enumerate(messages)]
+        template = self.chat_template
+        plain = [
+            message.as_message(f"messages[{i}]", template.output_format)
+            for i, message in enumerate(messages)
+        ]
         adds_generation_prompt = body.adds_generation_prompt
+        tools = body.offered_tools(template.output_format)
+        kwargs = body.template_kwargs(reads_reasoning_effort=template.reads_reasoning_effort)
 
         def encode() -> list[int]:
             return template.encode(
                 plain,
                 add_generation_prompt=adds_generation_prompt,
                 continue_final_message=bool(body.continue_final_message),
-                template_kwargs=body.chat_template_kwargs,
+                tools=tools or None,
+                template_kwargs=kwargs,
             )
 
-        num_chars = sum(len(message["content"]) for message in plain)
+        num_chars = sum(len(message["content"] or "") for message in plain)
         self._check_length(num_chars, "messages")
         extras = sum(len(str(value)) for message in plain for value in message.values())
-        return await _off_loop(encode, extras + len(str(body.chat_template_kwargs)))
+        return await _off_loop(encode, extras + len(str(kwargs)) + len(str(tools)))
+
+    @property
+    def chat_template(self) -> ServedChatTemplate:
+        """The model's chat template. Raises ``InvalidRequest`` if it has none."""
+        if self.llm.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        return self.llm.chat_template
 
     def _check_length(self, num_chars: int, field: str) -> None:
         """Refuse what cannot fit, before the work of encoding it."""

@@ -16,17 +16,20 @@ from __future__ import annotations
 import datetime
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 
 from anaphora.errors import CorruptCheckpoint, InvalidRequest
+from anaphora.text import harmony
+from anaphora.text.formats import detect_format
 from anaphora.text.messages import normalize_message
 from anaphora.text.sandbox import TemplateEnvironment, strftime
-from anaphora.text.tokenizer import Tokenizer, read_json
-from anaphora.types import Message
+from anaphora.text.tokenizer import Tokenizer, literal_pattern, read_json
+from anaphora.types import Message, SamplingParams
 
 # One template, or several by name; "default" and "tool_use" have a meaning.
 TemplateSource = str | Mapping[str, str]
@@ -58,8 +61,9 @@ class ChatTemplate:
 
     ``source`` is None for a model without a template. ``strftime_now`` in a template gives
     ``date`` (today when None) for as long as this object lives, so that the clock does not change
-    the beginning of every prompt at midnight and with it every cached prefix. Raises
-    ``CorruptCheckpoint`` when the template does not compile.
+    the beginning of every prompt at midnight and with it every cached prefix. ``output_format`` is
+    how the model answers a prompt of this template; one that ``reads_reasoning_effort`` takes it as
+    a template argument. Raises ``CorruptCheckpoint`` when the template does not compile.
     """
 
     def __init__(
@@ -74,7 +78,12 @@ class ChatTemplate:
         self._environment = TemplateEnvironment({"strftime_now": strftime(day)})
         named = {"default": source} if isinstance(source, str) else dict(source or {})
         self._templates = {name: self._compile(name, text) for name, text in named.items()}
-        self._markers = _Markers(tokenizer, "".join(named.values()))
+        text = "".join(named.values())
+        self._markers = _Markers(tokenizer, text)
+        self.output_format = detect_format(text, tokenizer)
+        self.reads_reasoning_effort = "reasoning_effort" in text
+        # A call's arguments are then as the model wrote them, so that the prompt is too.
+        self._takes_argument_text = "arguments is string" in text
         self._special = {
             f"{name}_token": tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
             for name in ("bos", "eos", "unk", "pad")
@@ -99,14 +108,36 @@ class ChatTemplate:
         text, marker = self._render(
             messages, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
-        ids: list[int] = []
-        for piece in self._tokenizer.split_control(text):
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                # The template writes the beginning-of-sequence token itself where it wants one.
-                ids += self._tokenizer.encode(piece.replace(marker, ""), add_special_tokens=False)
-        return ids
+        # The template writes the beginning-of-sequence token itself where it wants one.
+        return self._tokenizer.encode_pieces(
+            piece if isinstance(piece, int) else piece.replace(marker, "")
+            for piece in self._tokenizer.split_control(text)
+        )
+
+    def reading(
+        self, params: SamplingParams, tools: Sequence[dict[str, Any]] | None = None
+    ) -> SamplingParams:
+        """``params`` that take an answer to a prompt of this template apart.
+
+        ``tools`` are those of the prompt. Raises ``InvalidRequest`` if the model calls none.
+        """
+        if tools and self.output_format == "text":
+            raise InvalidRequest(
+                "tools are given, but how this model calls them is not known; leave them out",
+                param="tools",
+            )
+        try:
+            names = tuple(str(tool["function"]["name"]) for tool in tools or ())
+        except (TypeError, KeyError):
+            raise InvalidRequest(
+                'tools must be objects as {"type": "function", "function": {"name": ...}}',
+                param="tools",
+            ) from None
+        # Without tools, Llama's JSON is an answer like any other.
+        is_text = self.output_format == "llama3" and not names
+        return msgspec.structs.replace(
+            params, output_format="text" if is_text else self.output_format, tool_names=names
+        )
 
     def render(
         self,
@@ -146,8 +177,15 @@ class ChatTemplate:
                     f"chat_template_kwargs may not set {name!r}; the request's own fields do",
                     param="chat_template_kwargs",
                 )
+        plain = [
+            normalize_message(m, index, keep_arguments=self._takes_argument_text)
+            for index, m in enumerate(messages)
+        ]
+        if self.output_format == "harmony":
+            plain = [harmony.adapt_message(m, index) for index, m in enumerate(plain)]
+            tools = None if tools is None else [harmony.adapt_tool(tool) for tool in tools]
         data = {
-            "messages": [normalize_message(m, index) for index, m in enumerate(messages)],
+            "messages": plain,
             "tools": tools,
             "kwargs": dict(template_kwargs or {}),
         }
@@ -199,11 +237,13 @@ class _Markers:
     """Puts a noncharacter into control-token literals, and into what could become one."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        self._literals = tuple(tokenizer.control_tokens)
-        self._max_len = max(map(len, self._literals), default=0)
-        firsts = "".join(re.escape(char) for char in sorted({text[0] for text in self._literals}))
+        literals = tuple(tokenizer.control_tokens)
+        self._literal = literal_pattern(literals)
+        self._prefixes = {text[:end] for text in literals for end in range(1, len(text) + 1)}
+        self._max_len = max(map(len, literals), default=0)
+        firsts = "".join(re.escape(char) for char in sorted({text[0] for text in literals}))
         self._first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
-        taken = template + "".join(self._literals)
+        taken = template + "".join(literals)
         self._free = [char for char in _NONCHARACTERS if char not in taken]
 
     def choose(self, data: Any) -> tuple[str, str]:
@@ -242,17 +282,14 @@ class _Markers:
         cuts = [
             match.end()
             for match in self._first.finditer(text)
-            if text.startswith(self._literals, match.start())
-            or (match.start() > near_end and self._is_prefix(text[match.start() :]))
-            or (match.start() > near_end and self._is_prefix(tail[match.start() :]))
+            if self._literal.match(text, match.start())
+            or (match.start() > near_end and text[match.start() :] in self._prefixes)
+            or (match.start() > near_end and tail[match.start() :] in self._prefixes)
         ]
         if not cuts:
             return text
         bounds = [0, *cuts, len(text)]
         return marker.join(text[a:b] for a, b in itertools.pairwise(bounds))
-
-    def _is_prefix(self, end: str) -> bool:
-        return bool(end) and any(literal.startswith(end) for literal in self._literals)
 
 
 def _mark_end(messages: list[dict[str, Any]], end_mark: str) -> None:

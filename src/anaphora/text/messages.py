@@ -10,10 +10,11 @@ from anaphora.errors import InvalidRequest
 from anaphora.types import Message
 
 
-def normalize_message(message: Message, index: int) -> Message:
+def normalize_message(message: Message, index: int, *, keep_arguments: bool = False) -> Message:
     """A copy as templates expect it: content one string or None, tool arguments an object.
 
-    Raises ``InvalidRequest`` naming the message and the field.
+    With ``keep_arguments`` they stay the text that OpenAI's clients send. Raises
+    ``InvalidRequest`` naming the message and the field.
     """
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"messages[{index}] is not an object", param=f"messages[{index}]")
@@ -28,7 +29,7 @@ def normalize_message(message: Message, index: int) -> Message:
     calls = result.get("tool_calls")
     if calls is None:
         result.pop("tool_calls", None)  # templates test whether the field is there
-    elif isinstance(calls, list):
+    elif isinstance(calls, list) and not keep_arguments:
         result["tool_calls"] = [
             _parse_arguments(call, f"messages[{index}].tool_calls[{number}]")
             for number, call in enumerate(calls)

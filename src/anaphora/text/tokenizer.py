@@ -1,4 +1,4 @@
-"""Text to token ids and back, for byte-level BPE vocabularies.
+"""Text to token ids and back, for BPE vocabularies: byte-level, and SentencePiece's.
 
 ``encode`` never turns a control token's literal into a control token unless it is told to: text
 that comes from a user stays text.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,20 @@ _CONTROL = frozenset({TokenType.CONTROL, TokenType.UNKNOWN})
 class Tokenizer:
     """One model's vocabulary. Immutable after construction, so safe to share between threads."""
 
-    def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, backend: Backend, vocabulary: Vocabulary, *, inner: Backend | None = None
+    ) -> None:
+        """``inner`` encodes text after a control token, where that differs from other text."""
         self._backend = backend
+        self._inner = backend if inner is None else inner
         self._tokens = vocabulary.tokens
         self._types = vocabulary.types
+        self._spelling = vocabulary.spelling
+        self._adds_space_prefix = vocabulary.add_space_prefix
         self._strip = vocabulary.strip
         self._ids = {text: index for index, text in enumerate(vocabulary.tokens)}
         self.vocab_size = len(vocabulary.tokens)
-        # In the byte-level spelling a character is a byte, so this bounds characters as well.
+        # No spelling is shorter than what it stands for, so this bounds characters as well.
         self.max_token_chars = max(map(len, vocabulary.tokens), default=1)
         self.bos_token_id = vocabulary.bos_token_id
         self.eos_token_id = vocabulary.eos_token_id
@@ -57,7 +63,7 @@ class Tokenizer:
             for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
             if kind == TokenType.USER_DEFINED and text
         ]
-        self._added = _longest_first([*self.control_tokens, *user_defined])
+        self._added = literal_pattern([*self.control_tokens, *user_defined])
 
     @classmethod
     def from_vocabulary(cls, vocabulary: Vocabulary) -> Tokenizer:
@@ -78,13 +84,12 @@ class Tokenizer:
         is read if it exists. ``vocab_size`` is the number of rows of the model's embedding: models
         that pad it can emit ids for which the file has no token, and these decode to nothing.
         Raises ``CorruptCheckpoint`` naming the file that cannot be read and ``UnsupportedModel``
-        for anything but byte-level BPE.
+        for anything but BPE, byte-level or with SentencePiece's byte tokens.
         """
         if config is None:
             config = read_json(path.with_name("tokenizer_config.json"), missing_ok=True)
-        backend, vocabulary = files_to_vocabulary(read_json(path), config, path)
-        vocabulary = vocabulary.padded(vocab_size)
-        return cls(backend, vocabulary)
+        backend, inner, vocabulary = files_to_vocabulary(read_json(path), config, path)
+        return cls(backend, vocabulary.padded(vocab_size), inner=inner)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
@@ -96,13 +101,20 @@ class Tokenizer:
         ``InvalidRequest`` when ``text`` holds a lone surrogate, which UTF-8 cannot express.
         """
         pieces = self.split_control(text) if parse_special else (text,)
-        ids = list(self._prefix_ids) if add_special_tokens else []
+        ids = self.encode_pieces(pieces)
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
+
+    def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
+        """Token ids of one text that ``split_control`` has cut; ids among the pieces stay."""
+        ids: list[int] = []
+        backend = self._backend
         for piece in pieces:
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                ids += self._encode_text(piece)
-        return ids + list(self._suffix_ids) if add_special_tokens else ids
+                ids += self._encode_text(piece, backend)
+            backend = self._inner
+        return ids
 
     def split_control(self, text: str) -> Iterator[str | int]:
         """``text`` cut at control-token literals: pieces of text, and ids where a literal stood.
@@ -131,30 +143,33 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; bytes that are not UTF-8 become U+FFFD.
 
-        Raises ``InvalidRequest`` for an id outside the vocabulary.
+        The space that SentencePiece puts before a text is taken off again. Raises
+        ``InvalidRequest`` for an id outside the vocabulary.
         """
         skip = self._control_ids if skip_special_tokens else frozenset[int]()
         data = b"".join(self.token_bytes(i) for i in token_ids if i not in skip)
+        if self._adds_space_prefix and self._spelling == "sentencepiece":
+            data = data.removeprefix(b" ")
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes of one token; of a control token, its literal in UTF-8."""
         self._check(token_id)
-        return bytes_of_token(self._tokens[token_id], self._types[token_id])
+        return bytes_of_token(self._tokens[token_id], self._types[token_id], self._spelling)
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text; half a character becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token stored as ``text`` (byte-level spelling), None if there is none."""
+        """The id of the token stored as ``text``, as it is spelled there, None if there is none."""
         return self._ids.get(text)
 
     def is_control(self, token_id: int) -> bool:
         """Whether ``token_id`` is a control token, which ``skip_special_tokens`` leaves out."""
         return token_id in self._control_ids
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str, backend: Backend) -> list[int]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -162,7 +177,7 @@ class Tokenizer:
                 f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at character "
                 f"{error.start}; send valid Unicode"
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def _check(self, token_id: int) -> None:
@@ -203,9 +218,30 @@ def _special_ids(wanted: bool, name: str, token_id: int | None) -> tuple[int, ..
     return (token_id,)
 
 
-def _longest_first(literals: list[str]) -> re.Pattern[str]:
-    """Matches the literals; an empty list matches nothing."""
-    if not literals:
-        return re.compile(r"(?!)")
-    ordered = sorted(literals, key=len, reverse=True)
-    return re.compile("|".join(re.escape(text) for text in ordered))
+def literal_pattern(literals: Iterable[str]) -> re.Pattern[str]:
+    """Matches the longest of ``literals`` at a place; without any, nothing.
+
+    Beginnings that several share are tried once: Gemma has 6,000 control tokens.
+    """
+    root: dict[str, Any] = {}
+    for text in literals:
+        node = root
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}  # a literal ends here
+    return re.compile(_alternatives(root) if root else r"(?!)")
+
+
+def _alternatives(node: dict[str, Any]) -> str:
+    parts: list[str] = []
+    for char, child in node.items():
+        if not char:
+            continue
+        text = char
+        while len(child) == 1 and "" not in child:  # no choice: one run of characters
+            [(char, child)] = child.items()
+            text += char
+        parts.append(re.escape(text) + ("" if list(child) == [""] else _alternatives(child)))
+    if not parts:
+        return ""
+    return f"(?:{'|'.join(parts)})" + ("?" if "" in node else "")

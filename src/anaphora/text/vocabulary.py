@@ -1,4 +1,4 @@
-"""Tables of a byte-level BPE vocabulary, and the Hugging Face tokenizer built from them."""
+"""Tables of a BPE vocabulary, and the Hugging Face tokenizer built from them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from anaphora.errors import CorruptCheckpoint, UnsupportedModel
+from anaphora.text import sentencepiece
 
 # From the tokenizer.json files of Llama 3 and of o200k_base; GGUF knows them by these names.
 _LLAMA_BPE = (
@@ -28,6 +29,15 @@ _GPT_4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "gpt-4o")
+# A turn, a call of a tool and a document end with different tokens. Metadata often names one of
+# them, so that the others are found by name: those of a line whose first is there.
+_ENDS = (
+    ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),  # Llama 3
+    ("<end_of_turn>",),  # Gemma
+    ("<|call|>", "<|return|>", "<|endoftext|>"),  # GPT-OSS, where <|end|> ends a message of a turn
+)
+# How tokens are written down: bytes as printable characters, or text with ▁ for spaces.
+Spelling = Literal["byte-level", "sentencepiece"]
 
 
 class TokenType(enum.IntEnum):
@@ -45,15 +55,18 @@ class TokenType(enum.IntEnum):
 class Vocabulary:
     """Everything a tokenizer is built from, without files.
 
-    ``tokens[i]`` is token i: normal tokens in the byte-level spelling (a space is ``Ġ``), control
-    and user-defined ones as plain text. ``merges`` are pairs in order of rank. ``strip`` holds, for
-    the few control tokens that swallow white space, whether they do so on their left and right.
+    ``tokens[i]`` is token i: normal tokens as ``spelling`` says (a space is ``Ġ`` or ``▁``),
+    control and user-defined ones as plain text. ``merges`` are pairs in rank order; SentencePiece
+    has ``scores`` instead, one for each token. ``strip`` holds, for the few control tokens that
+    swallow white space, whether they do so on their left and right.
     """
 
     tokens: tuple[str, ...]
     types: tuple[TokenType, ...]
     merges: tuple[tuple[str, str], ...]
-    pre_tokenizer: str  # one of PRE_TOKENIZERS, or "tokenizer.json" when that file defines it
+    pre_tokenizer: str  # one of PRE_TOKENIZERS, or the name of what defines it
+    spelling: Spelling = "byte-level"
+    scores: tuple[float, ...] = ()
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     unk_token_id: int | None = None
@@ -67,6 +80,10 @@ class Vocabulary:
         if len(self.tokens) != len(self.types):
             raise CorruptCheckpoint(
                 f"the vocabulary has {len(self.tokens)} tokens but {len(self.types)} token types"
+            )
+        if self.scores and len(self.scores) != len(self.tokens):
+            raise CorruptCheckpoint(
+                f"the vocabulary has {len(self.tokens)} tokens but {len(self.scores)} scores"
             )
         for name in ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"):
             value = getattr(self, name)
@@ -84,11 +101,19 @@ class Vocabulary:
             self,
             tokens=self.tokens + ("",) * num_missing,
             types=self.types + (TokenType.UNUSED,) * num_missing,
+            scores=self.scores and self.scores + (0.0,) * num_missing,
         )
+
+
+def turn_ends(ids: Mapping[str, int]) -> list[int]:
+    """The tokens that end an answer, of a vocabulary that has tokens for turns."""
+    return [ids[text] for family in _ENDS if family[0] in ids for text in family if text in ids]
 
 
 def build_backend(vocabulary: Vocabulary) -> Backend:
     """The BPE of ``vocabulary``, which knows no control tokens, so that none can come from text."""
+    if vocabulary.spelling == "sentencepiece":
+        return _build_sentencepiece(vocabulary)
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
     pairs = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     ids = {text: index for index, (text, kind) in enumerate(pairs) if kind not in special}
@@ -114,6 +139,26 @@ def build_backend(vocabulary: Vocabulary) -> Backend:
         ]
     )
     return backend
+
+
+def _build_sentencepiece(vocabulary: Vocabulary) -> Backend:
+    if len(vocabulary.scores) != len(vocabulary.tokens):
+        raise CorruptCheckpoint("the vocabulary has no scores, by which its tokens are joined")
+    kinds = (TokenType.NORMAL, TokenType.BYTE, TokenType.USER_DEFINED)
+    pairs = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    ids = {text: index for index, (text, kind) in enumerate(pairs) if kind in kinds}
+    unk, unk_token = vocabulary.unk_token_id, None
+    if unk is not None:
+        unk_token = vocabulary.tokens[unk]
+        ids[unk_token] = unk  # no text joins to it, see ``without``
+    user_defined = [text for text, kind in pairs if kind == TokenType.USER_DEFINED]
+    return sentencepiece.build_scored(
+        ids,
+        vocabulary.scores,
+        user_defined=user_defined,
+        unk_token=unk_token,
+        add_space_prefix=vocabulary.add_space_prefix,
+    )
 
 
 def _pre_tokenizer(vocabulary: Vocabulary) -> pre_tokenizers.PreTokenizer:
@@ -143,9 +188,12 @@ def _pre_tokenizer(vocabulary: Vocabulary) -> pre_tokenizers.PreTokenizer:
 
 def files_to_vocabulary(
     content: dict[str, Any], config: dict[str, Any], path: Path
-) -> tuple[Backend, Vocabulary]:
-    """The backend and tables of a ``tokenizer.json`` with its ``tokenizer_config.json``."""
-    model = _byte_level_model(content, path)
+) -> tuple[Backend, Backend, Vocabulary]:
+    """The backends and tables of a ``tokenizer.json`` with its ``tokenizer_config.json``.
+
+    The first backend is for text at the beginning, the second for text after a control token.
+    """
+    model, spelling = _bpe_model(content, path)
     try:
         added = {int(token["id"]): token for token in content.get("added_tokens") or ()}
         texts = {int(index): str(text) for text, index in model["vocab"].items()}
@@ -157,6 +205,11 @@ def files_to_vocabulary(
     if min(texts, default=0) < 0 or size > 4 * len(texts) + 4096:
         raise CorruptCheckpoint(f"{path} numbers its {len(texts)} tokens up to {size - 1}")
     kinds = [TokenType.NORMAL if index in texts else TokenType.UNUSED for index in range(size)]
+    if spelling == "sentencepiece":
+        kinds = [
+            kind if sentencepiece.byte_of_token(texts.get(index, "")) is None else TokenType.BYTE
+            for index, kind in enumerate(kinds)
+        ]
     for index in added:
         kinds[index] = TokenType.CONTROL if index in control else TokenType.USER_DEFINED
     ids = {text: index for index, text in texts.items()}
@@ -169,6 +222,8 @@ def files_to_vocabulary(
         types=tuple(kinds),
         merges=(),  # the backend below has them
         pre_tokenizer="tokenizer.json",
+        spelling=spelling,
+        add_space_prefix=sentencepiece.adds_space_prefix(content),
         bos_token_id=bos,
         eos_token_id=eos if eos is not None else ids.get(suffix or ""),
         unk_token_id=_named_token(config, "unk_token", ids),
@@ -180,22 +235,27 @@ def files_to_vocabulary(
             for index in control
         },
     )
-    return _file_backend(content, model, control, texts, path), vocabulary
+    backend = inner = _file_backend(content, model, control, texts, path)
+    if (changed := sentencepiece.without_first_prefix(content)) is not None:
+        inner = _file_backend(changed, model, control, texts, path)
+    return backend, inner, vocabulary
 
 
-def _byte_level_model(content: dict[str, Any], path: Path) -> dict[str, Any]:
+def _bpe_model(content: dict[str, Any], path: Path) -> tuple[dict[str, Any], Spelling]:
     model = content.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise CorruptCheckpoint(f"{path} has no model.vocab")
     kind = model.get("type", "BPE")
-    if kind != "BPE" or model.get("byte_fallback"):
-        style = "SentencePiece-type BPE" if kind == "BPE" else kind
-        raise UnsupportedModel(f"{path} is a {style} tokenizer; supported is byte-level BPE")
+    if kind != "BPE":
+        raise UnsupportedModel(f"{path} is a {kind} tokenizer; supported is BPE")
+    if sentencepiece.is_sentencepiece(content):
+        return model, "sentencepiece"
     if "ByteLevel" not in json.dumps(content.get("pre_tokenizer")):
         raise UnsupportedModel(
-            f"{path} has no ByteLevel pre-tokenizer; supported is byte-level BPE"
+            f"{path} has no ByteLevel pre-tokenizer and is not of SentencePiece's type; supported "
+            "are these two kinds of BPE"
         )
-    return model
+    return model, "byte-level"
 
 
 def _file_backend(
@@ -209,6 +269,7 @@ def _file_backend(
     # The BPE needs its own unknown token, wherever else that is listed.
     hidden = {texts[index] for index in control} - {model.get("unk_token")}
     model = model | {"vocab": {t: i for t, i in model["vocab"].items() if t not in hidden}}
+    model["merges"] = _merges_without(model.get("merges"), {texts[index] for index in control})
     tokens = [token for token in content.get("added_tokens") or () if token["id"] not in control]
     parts = content | {"model": model, "added_tokens": []}
     parts |= {"post_processor": None, "truncation": None, "padding": None}
@@ -232,6 +293,17 @@ def _file_backend(
         ]
     )
     return backend
+
+
+def _merges_without(merges: Any, control: set[str]) -> Any:
+    """Some files list how text would join to a control token's literal, which it must not."""
+    if not isinstance(merges, list):
+        return merges
+    return [
+        merge
+        for merge in merges
+        if (merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)) not in control
+    ]
 
 
 def _template_tokens(post_processor: Any) -> tuple[str | None, str | None]:
@@ -272,9 +344,16 @@ def _named_token(config: dict[str, Any], name: str, ids: dict[str, int]) -> int 
     return ids.get(text) if isinstance(text, str) else None
 
 
-def bytes_of_token(text: str, kind: TokenType) -> bytes:
-    """Raw bytes of a token stored as ``text``; only normal tokens have the byte-level spelling."""
-    if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
+def bytes_of_token(text: str, kind: TokenType, spelling: Spelling) -> bytes:
+    """Raw bytes of a token stored as ``text``; only normal tokens and bytes are spelled."""
+    if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
+        return text.encode("utf-8", errors="replace")
+    if spelling == "sentencepiece":
+        if kind == TokenType.BYTE and (byte := sentencepiece.byte_of_token(text)) is not None:
+            return bytes([byte])
+        # Gemma's tokens for runs of spaces are user-defined and spelled all the same.
+        return text.replace(sentencepiece.SPACE, " ").encode("utf-8", errors="replace")
+    if kind == TokenType.USER_DEFINED:
         return text.encode("utf-8", errors="replace")
     table = _byte_of_char()
     try:
