@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "isa.h"
+#include "lora.h"
 #include "rows.h"
 
 namespace ANAPHORA_ISA {
@@ -207,8 +208,9 @@ int panels_per_task(int panels, int row_blocks) {
     return std::clamp(wanted / kGatedPanels * kGatedPanels, kGatedPanels, widest);
 }
 
-template <class Problem>
-void multiply(const Problem& p, int m, int n, bool is_added, float* out) {
+template <class Problem, class Ranks>
+void multiply(const Problem& p, const Deltas<Ranks>& deltas, int m, int n, bool is_added,
+              float* out) {
     const int panels = ceil_div(n, kPanel);
     const int row_blocks = ceil_div(m, kRowBlock);
     const int width = panels_per_task(panels, row_blocks);
@@ -217,8 +219,10 @@ void multiply(const Problem& p, int m, int n, bool is_added, float* out) {
     parallel_for(row_blocks * panel_blocks, [&](int task) {
         const int row = task / panel_blocks * kRowBlock;
         const int panel = task % panel_blocks * width;
-        run_block(p, target, row, std::min(row + kRowBlock, m), panel,
-                  std::min(panel + width, panels));
+        const int row_end = std::min(row + kRowBlock, m);
+        const int panel_end = std::min(panel + width, panels);
+        run_block(p, target, row, row_end, panel, panel_end);
+        deltas.add(Target{out, n, 0, 0, n, true}, row, row_end, panel, panel_end);
     });
 }
 
@@ -227,8 +231,8 @@ inline f32x16 silu(f32x16 x) {
 }
 
 // Multiplies with a gated matrix; put(row, column, low, high) gets 32 columns of silu(gate) * up.
-template <class Problem, class Put>
-void multiply_gated(const Problem& p, int m, int n, Put&& put) {
+template <class Problem, class Ranks, class Put>
+void multiply_gated(const Problem& p, const Deltas<Ranks>& deltas, int m, int n, Put&& put) {
     const int panels = ceil_div(n, kPanel);
     const int row_blocks = ceil_div(m, kRowBlock);
     const int panel_blocks = ceil_div(panels, kGatedPanels);
@@ -241,6 +245,7 @@ void multiply_gated(const Problem& p, int m, int n, Put&& put) {
         const int panel = task % panel_blocks * kGatedPanels;
         const int panel_end = std::min(panel + kGatedPanels, panels);
         run_block(p, Target{block, width, row, panel, n, false}, row, row_end, panel, panel_end);
+        deltas.add(Target{block, width, row, panel, n, true}, row, row_end, panel, panel_end);
         for (int r = row; r < row_end; ++r) {
             const float* at = block + (r - row) * width;
             const auto gated = [&](int pair) {
@@ -284,39 +289,66 @@ FloatProblem float_problem(const FloatRows& rows, const Weight& w) {
     return {rows, static_cast<const float*>(w.data), w.bias};
 }
 
-thread_local Scratch input_rows, hidden_rows;
+thread_local Scratch input_rows, hidden_rows, input_ranks, hidden_ranks;
+
+// What adapters add to a product of these m rows.
+Deltas<Int8Ranks> deltas_of(Scratch& scratch, const Int8Rows& rows, int m,
+                            const Adapters& adapters) {
+    using Of = Deltas<Int8Ranks>;
+    return Of(adapters, scratch.get<char>(Int8Ranks::bytes(m, Of::width(adapters))), m,
+              [&](const Weight& a) { return int8_problem(rows, a); });
+}
+
+Deltas<FloatRanks> deltas_of(Scratch& scratch, const FloatRows& rows, int m,
+                             const Adapters& adapters) {
+    using Of = Deltas<FloatRanks>;
+    return Of(adapters, scratch.get<char>(FloatRanks::bytes(m, Of::width(adapters))), m,
+              [&](const Weight& a) { return float_problem(rows, a); });
+}
 
 }  // namespace
 
-void linear(const float* x, int m, const Norm& norm, const Weight& w, bool is_added, float* out) {
-    if (w.is_int8)
-        multiply(int8_problem(prepare_int8(input_rows, x, m, w.k, norm), w), m, w.n, is_added, out);
-    else
-        multiply(float_problem(prepare_float(input_rows, x, m, w.k, norm), w), m, w.n, is_added,
+void linear(const float* x, int m, const Norm& norm, const Weight& w, const Adapters& adapters,
+            bool is_added, float* out) {
+    if (w.is_int8) {
+        const Int8Rows rows = prepare_int8(input_rows, x, m, w.k, norm);
+        multiply(int8_problem(rows, w), deltas_of(input_ranks, rows, m, adapters), m, w.n, is_added,
                  out);
+        return;
+    }
+    const FloatRows rows = prepare_float(input_rows, x, m, w.k, norm);
+    multiply(float_problem(rows, w), deltas_of(input_ranks, rows, m, adapters), m, w.n, is_added,
+             out);
 }
 
 void gated_mlp(const float* x, int m, const Norm& norm, const Weight& gate_up, const Weight& down,
-               bool is_added, float* out) {
+               const Adapters& gate_up_adapters, const Adapters& down_adapters, bool is_added,
+               float* out) {
     if (gate_up.is_int8) {
+        const Int8Rows rows = prepare_int8(input_rows, x, m, gate_up.k, norm);
         const Int8Rows hidden =
             Int8Rows::in(hidden_rows.get<char>(Int8Rows::bytes(m, down.k)), m, down.k);
-        multiply_gated(int8_problem(prepare_int8(input_rows, x, m, gate_up.k, norm), gate_up), m,
-                       gate_up.n, [&](int row, int column, f32x16 low, f32x16 high) {
+        multiply_gated(int8_problem(rows, gate_up),
+                       deltas_of(input_ranks, rows, m, gate_up_adapters), m, gate_up.n,
+                       [&](int row, int column, f32x16 low, f32x16 high) {
                            hidden.set(row, column / kGroup, low, high);
                        });
-        multiply(int8_problem(hidden, down), m, down.n, is_added, out);
+        multiply(int8_problem(hidden, down), deltas_of(hidden_ranks, hidden, m, down_adapters), m,
+                 down.n, is_added, out);
         return;
     }
     auto* hidden = hidden_rows.get<float>(int64_t{m} * down.k);
-    multiply_gated(float_problem(prepare_float(input_rows, x, m, gate_up.k, norm), gate_up), m,
-                   gate_up.n, [&](int row, int column, f32x16 low, f32x16 high) {
+    const FloatRows rows = prepare_float(input_rows, x, m, gate_up.k, norm);
+    multiply_gated(float_problem(rows, gate_up), deltas_of(input_ranks, rows, m, gate_up_adapters),
+                   m, gate_up.n, [&](int row, int column, f32x16 low, f32x16 high) {
                        float* to = hidden + int64_t{row} * down.k + column;
                        store_first(to, low, down.k - column);
                        if (down.k > column + kLanes)
                            store_first(to + kLanes, high, down.k - column - kLanes);
                    });
-    multiply(float_problem({down.k, hidden}, down), m, down.n, is_added, out);
+    const FloatRows inner{down.k, hidden};
+    multiply(float_problem(inner, down), deltas_of(hidden_ranks, inner, m, down_adapters), m,
+             down.n, is_added, out);
 }
 
 }  // namespace ANAPHORA_ISA

@@ -6,9 +6,11 @@
 #define ANAPHORA_DECLARE_KERNELS(isa)                                                             \
     namespace isa {                                                                               \
     extern const int weight_depth, weight_offset;                                                 \
-    void linear(const float*, int, const anaphora::Norm&, const anaphora::Weight&, bool, float*); \
+    void linear(const float*, int, const anaphora::Norm&, const anaphora::Weight&,                \
+                const anaphora::Adapters&, bool, float*);                                         \
     void gated_mlp(const float*, int, const anaphora::Norm&, const anaphora::Weight&,             \
-                   const anaphora::Weight&, bool, float*);                                        \
+                   const anaphora::Weight&, const anaphora::Adapters&, const anaphora::Adapters&, \
+                   bool, float*);                                                                 \
     void rms_norm(const float*, const anaphora::Norm&, int, int, float*);                         \
     void rope(float*, int64_t, const int32_t*, int, int, int, const float*, const float*);        \
     void store_kv(const anaphora::KVLayout&, int, const float*, const float*, int64_t,            \

@@ -41,6 +41,37 @@ struct Weight {
     const float* bias;   // padded like scale; may be null
 };
 
+// Which of the ranks a panel of B's columns uses, and where its elements begin in b.
+struct RankSpan {
+    int32_t first, count;  // multiples of kPanel
+    int64_t offset;
+};
+
+// What a low-rank adapter adds to the product with one matrix: B (A x), its scaling within B
+// (Hu et al., 2021). A matrix may have several parts, of which each has an A of its own: the ranks
+// of all of them, padded to whole panels part by part, are the rows of `a`.
+//
+//   b   [panel of the matrix][count / depth][16][depth], otherwise as Weight::data; float32: depth 1
+struct LowRank {
+    int n;     // columns of the matrix
+    Weight a;  // without bias
+    const void* b;
+    const float* scale;     // per column, int8 only
+    const RankSpan* spans;  // per panel
+};
+
+// The rows of a product to which an adapter adds something.
+struct Adapted {
+    int first_row, end_row;
+    const LowRank* delta;
+};
+
+// All of them: ascending, without overlap. In the int8 mode A x is rounded per row and kPanel ranks.
+struct Adapters {
+    const Adapted* segments;
+    int count;
+};
+
 // Root mean square normalisation of a row before it is multiplied; none if weight is null.
 struct Norm {
     const float* weight;
@@ -113,13 +144,15 @@ struct Kernels {
     //   int8:    x is rounded to int8 with one scale per row and group of kGroup; sums of a group
     //            are exact, groups are added in ascending order, rounded at each step
     //   float32: summed over k in ascending order, fused
-    void (*linear)(const float* x, int m, const Norm& norm, const Weight& w, bool is_added,
-                   float* out);
+    // What an adapter adds comes last.
+    void (*linear)(const float* x, int m, const Norm& norm, const Weight& w,
+                   const Adapters& adapters, bool is_added, float* out);
 
     // out [m, down.n] = (silu(gate) * up) down^T + bias, or added, for gate | up = norm(x) w^T + bias
     // with the gated matrix gate_up.
     void (*gated_mlp)(const float* x, int m, const Norm& norm, const Weight& gate_up,
-                      const Weight& down, bool is_added, float* out);
+                      const Weight& down, const Adapters& gate_up_adapters,
+                      const Adapters& down_adapters, bool is_added, float* out);
 
     // out = x / sqrt(mean(x^2) + eps) * weight, per row of k.
     void (*rms_norm)(const float* x, const Norm& norm, int m, int k, float* out);
@@ -158,6 +191,11 @@ int64_t packed_size_int8(int n, int k);
 int64_t packed_size_f32(int n, int k);
 void pack_int8(const int8_t* w, int n, int k, int depth, int offset, int8_t* out);
 void pack_f32(const float* w, int n, int k, float* out);
+
+// LowRank::b from [n, k] with k ranks: of each panel only its span.
+void pack_ranks_int8(const int8_t* b, int n, int k, const RankSpan* spans, int depth, int offset,
+                     int8_t* out);
+void pack_ranks_f32(const float* b, int n, int k, const RankSpan* spans, float* out);
 
 // The kernel sets this processor can run, best first, and the one in use.
 std::vector<const Kernels*> available_kernels();

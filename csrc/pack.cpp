@@ -22,6 +22,21 @@ void pack(const T* w, int n, int k, int64_t k_padded, int depth, int offset, T* 
     }
 }
 
+template <class T>
+void pack_ranks(const T* b, int n, int k, const RankSpan* spans, int depth, int offset, T* out) {
+    for (int panel = 0; panel < panels(n); ++panel) {
+        const RankSpan& span = spans[panel];
+        T* to = out + span.offset;
+        std::fill(to, to + int64_t{kPanel} * span.count, static_cast<T>(offset));
+        for (int column = 0; column < std::min(kPanel, n - panel * kPanel); ++column)
+            for (int i = 0; i < span.count; ++i) {
+                const int64_t from = int64_t{panel * kPanel + column} * k + span.first + i;
+                to[i / depth * depth * kPanel + column * depth + i % depth] =
+                    static_cast<T>(b[from] + static_cast<T>(offset));
+            }
+    }
+}
+
 int64_t whole_groups(int k) { return (int64_t{k} + kGroup - 1) / kGroup * kGroup; }
 
 }  // namespace
@@ -32,6 +47,14 @@ void pack_int8(const int8_t* w, int n, int k, int depth, int offset, int8_t* out
     pack(w, n, k, whole_groups(k), depth, offset, out);
 }
 void pack_f32(const float* w, int n, int k, float* out) { pack(w, n, k, k, 1, 0, out); }
+
+void pack_ranks_int8(const int8_t* b, int n, int k, const RankSpan* spans, int depth, int offset,
+                     int8_t* out) {
+    pack_ranks(b, n, k, spans, depth, offset, out);
+}
+void pack_ranks_f32(const float* b, int n, int k, const RankSpan* spans, float* out) {
+    pack_ranks(b, n, k, spans, 1, 0, out);
+}
 
 int kv_int16_max(int head_dim) {
     return std::min(32767, static_cast<int>(std::sqrt(2147483647.0 / head_dim)));

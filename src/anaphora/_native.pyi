@@ -49,9 +49,34 @@ class Norm:
 class Rope:
     def __init__(self, cos: _Float, sin: _Float) -> None: ...
 
-def linear(x: _Float, weight: Weight, out: _Float, is_added: bool, norm: Norm | None) -> None: ...
+class LowRank:
+    num_bytes: int
+    def __init__(
+        self, a: Weight, b: npt.NDArray[Any], scale: _Float | None, spans: _Int32
+    ) -> None: ...
+
+class AdaptedRows:
+    def __init__(self, adapters: list[list[LowRank | None]], rows: _Int32) -> None: ...
+
+def linear(
+    x: _Float,
+    weight: Weight,
+    out: _Float,
+    is_added: bool,
+    norm: Norm | None,
+    adapters: AdaptedRows | None,
+    place: int,
+) -> None: ...
 def gated_mlp(
-    x: _Float, gate_up: Weight, down: Weight, out: _Float, is_added: bool, norm: Norm | None
+    x: _Float,
+    gate_up: Weight,
+    down: Weight,
+    out: _Float,
+    is_added: bool,
+    norm: Norm | None,
+    adapters: AdaptedRows | None,
+    gate_up_place: int,
+    down_place: int,
 ) -> None: ...
 def rms_norm(x: _Float, norm: Norm, out: _Float) -> None: ...
 def rope_and_store(kv: KVView, layer: int, qkv: _Float, batch: BatchView, rope: Rope) -> None: ...

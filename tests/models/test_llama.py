@@ -24,7 +24,7 @@ NUM_PROMPTS = 10
 HANDBOOK = Path(__file__).parents[2] / "examples" / "handbook.txt"
 
 
-def all_logits(model, ops, token_ids, kv_dtype="float32"):
+def all_logits(model, ops, token_ids, kv_dtype="float32", adapters=None):
     """Logits [T, vocab] of one sequence in one chunk."""
     c = model.config
     model.set_max_model_len(2048)
@@ -45,6 +45,7 @@ def all_logits(model, ops, token_ids, kv_dtype="float32"):
         slots=span.astype(np.int64),
         block_tables=np.arange(num_blocks, dtype=np.int32)[None],
         logit_rows=span.astype(np.int32),
+        adapters=adapters,
     )
     return model.forward(batch, store)
 

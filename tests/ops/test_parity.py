@@ -22,20 +22,6 @@ SIZES = [1, 2, 7, 15, 16, 17, 31, 33, 64, 65]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 128, 131]
 
 
-@pytest.fixture(params=_native.available_kernels())
-def kernels(request):
-    """Runs the test on every kernel set that this processor can run."""
-    before = _native.kernel_name()
-    _native.select_kernels(request.param)
-    yield request.param
-    _native.select_kernels(before)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(7)
-
-
 def normal(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 

@@ -12,6 +12,7 @@ from anaphora.loaders.checkpoint import Checkpoint
 from anaphora.loaders.packed import PackedWeights
 from anaphora.models.config import ModelConfig
 from anaphora.models.layers import rope_inverse_frequencies, rope_table
+from anaphora.models.lora import AdapterPlace
 from anaphora.ops.api import Array, Linear, Norm, Ops
 from anaphora.ops.batch import Batch
 from anaphora.ops.kv_store import KVStore
@@ -53,6 +54,7 @@ class Llama:
             "lm_head", lambda: ops.pack_linear(embedding(f"{head}.weight"))
         )
         embedding.cache_clear()  # the largest tensors: free them before the layers come
+        self.adapter_places: list[AdapterPlace] = []
         self.layers = [
             self._load_layer(checkpoint, packed, i) for i in range(config.num_hidden_layers)
         ]
@@ -68,6 +70,13 @@ class Llama:
         shape = (self.config.hidden_size,)
         weight = packed.array(name, lambda: checkpoint.read(f"{name}.weight", shape))
         return self.ops.load_norm(weight, self.config.rms_norm_eps)
+
+    def _add_place(
+        self, in_features: int, parts: list[tuple[str, int]], *, is_gate_up: bool
+    ) -> int:
+        place = AdapterPlace(in_features, tuple(parts), is_gate_up)
+        self.adapter_places.append(place)
+        return len(self.adapter_places) - 1
 
     def _load_layer(
         self, checkpoint: Checkpoint, packed: PackedWeights, index: int
@@ -87,7 +96,8 @@ class Llama:
                 biases = [checkpoint.read(f"{n}.bias", (size,)) for n, size in names if has_bias]
                 return pack(np.concatenate(weights), np.concatenate(biases) if biases else None)
 
-            return packed.linear(names[0][0], make)
+            place = self._add_place(in_size, names, is_gate_up=pack == ops.pack_gate_up)
+            return dataclasses.replace(packed.linear(names[0][0], make), place=place)
 
         def norm(name: str) -> Norm:
             return self._load_norm(checkpoint, packed, prefix + name)
@@ -125,16 +135,23 @@ class Llama:
         flat_qkv = qkv.reshape(num_tokens, -1)
         attended = np.empty((num_tokens, c.num_attention_heads * c.head_dim), np.float32)
         for index, layer in enumerate(self.layers):
-            ops.linear(hidden, layer.qkv_proj, norm=layer.input_layernorm, out=flat_qkv)
+            ops.linear(
+                hidden,
+                layer.qkv_proj,
+                norm=layer.input_layernorm,
+                out=flat_qkv,
+                adapters=batch.adapters,
+            )
             ops.rope_and_store(qkv, self.rope, store, index, batch)
             ops.attention(qkv, store, index, batch, scale=scale, out=attended)
-            ops.linear(attended, layer.o_proj, add_to=hidden)
+            ops.linear(attended, layer.o_proj, add_to=hidden, adapters=batch.adapters)
             ops.gated_mlp(
                 hidden,
                 layer.gate_up_proj,
                 layer.down_proj,
                 norm=layer.post_attention_layernorm,
                 add_to=hidden,
+                adapters=batch.adapters,
             )
         return ops.linear(hidden[batch.logit_rows], self.lm_head, norm=self.norm)
 

@@ -8,6 +8,7 @@ up to its position) and on nothing else: not on other rows, their number, or thr
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from anaphora.ops.batch import Batch, Int32
 from anaphora.ops.kv_store import KVLayout, KVStore
+from anaphora.ops.lora import AdaptedRows, Delta, Part
 
 Array = npt.NDArray[np.float32]
 
@@ -29,6 +31,7 @@ class Linear:
     scale: Array | None  # per output channel, int8 only
     bias: Array | None
     handle: Any = None
+    place: int = -1  # what finds an adapter's delta for it; none has one for -1
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +82,11 @@ class Ops(Protocol):
     def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
         """As ``pack_linear`` for gate | up rows [2 * n, in], to be used by ``gated_mlp``."""
 
+    def pack_delta(
+        self, parts: Sequence[Part], in_features: int, *, is_gate_up: bool = False
+    ) -> Delta:
+        """What an adapter adds to a linear of these parts; ``is_gate_up`` for ``pack_gate_up``."""
+
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         """The table [vocab, hidden] that ``embed`` reads, in this backend's precision."""
 
@@ -102,18 +110,27 @@ class Ops(Protocol):
         norm: Norm | None = None,
         add_to: Array | None = None,
         out: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
         """x [T, in], normalised first if ``norm`` is given, times the weight plus its bias.
 
-        The result [T, out] is new, written to ``out``, or added to ``add_to`` in place.
+        The result [T, out] is new, written to ``out``, or added to ``add_to`` in place. What
+        ``adapters`` add to their rows comes last.
         """
 
     def gated_mlp(
-        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
+        self,
+        x: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        add_to: Array,
+        adapters: AdaptedRows | None = None,
     ) -> None:
         """Adds silu(gate) * up times ``down``, for gate | up = norm(x) times ``gate_up``.
 
-        ``x`` and ``add_to`` [T, hidden] may be the same.
+        ``x`` and ``add_to`` [T, hidden] may be the same. ``adapters`` as in ``linear``, for both.
         """
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from anaphora.config import ATTENTION_PARTITION, Dtype
 from anaphora.ops.api import Array, Linear, Norm, Rope
 from anaphora.ops.batch import NO_SLOT, Batch, Int32
 from anaphora.ops.kv_store import PANEL, KVLayout, KVStore
+from anaphora.ops.lora import RANKS, AdaptedRows, Delta, Part, stack
 from anaphora.ops.quant import GROUP, quantize_groups, quantize_weight
 
 
@@ -52,6 +54,16 @@ class ReferenceOps:
     def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
         return self.pack_linear(weight, bias)
 
+    def pack_delta(
+        self,
+        parts: Sequence[Part],
+        in_features: int,
+        *,
+        is_gate_up: bool = False,  # noqa: ARG002  packed alike
+    ) -> Delta:
+        a, b = map(self.pack_linear, stack(parts, in_features))
+        return Delta(a=a, b=b, num_bytes=a.num_bytes + b.num_bytes)
+
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         return weight.astype(np.float16) if self.dtype == "int8" else weight
 
@@ -75,27 +87,42 @@ class ReferenceOps:
         norm: Norm | None = None,
         add_to: Array | None = None,
         out: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
         x = x if norm is None else self.rms_norm(x, norm)
-        product = x @ weight.data.T if weight.scale is None else _int8_product(x, weight)
+        product = _product(x, weight)
         if weight.bias is not None:
             product = product + weight.bias
         if add_to is not None:
             add_to += product
-            return add_to
-        if out is not None:
+            product = add_to
+        elif out is not None:
             out[:] = product
-            return out
+            product = out
+        if adapters is not None and weight.place >= 0:
+            for adapter, first, end in adapters.segments:
+                delta = adapter.deltas[weight.place]
+                if delta is not None and delta.b is not None:
+                    ranks = _product(x[first:end], delta.a)
+                    product[first:end] += _product(ranks, delta.b, group=RANKS)
         return product
 
     def gated_mlp(
-        self, x: Array, gate_up: Linear, down: Linear, *, norm: Norm, add_to: Array
+        self,
+        x: Array,
+        gate_up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        add_to: Array,
+        adapters: AdaptedRows | None = None,
     ) -> None:
-        gate, up = np.split(self.linear(x, gate_up, norm=norm), 2, axis=-1)
+        hidden_pair = self.linear(x, gate_up, norm=norm, adapters=adapters)
+        gate, up = np.split(hidden_pair, 2, axis=-1)
         with np.errstate(over="ignore"):  # exp(-gate) = inf is right: the sigmoid is 0
             sigmoid = np.float32(1) / (np.float32(1) + np.exp(-gate))
         hidden: Array = gate * sigmoid * up
-        self.linear(hidden, down, add_to=add_to)
+        self.linear(hidden, down, add_to=add_to, adapters=adapters)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         mean = np.mean(np.square(x), axis=-1, keepdims=True)
@@ -215,13 +242,15 @@ def from_bfloat16(x: npt.NDArray[np.uint16]) -> Array:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-def _int8_product(x: Array, weight: Linear) -> Array:
-    """Group by group, each rounded to float32 as the kernels do it."""
-    rounded, scale = quantize_groups(x)  # [M, G, 32], [M, G]
-    w = np.zeros((weight.out_features, rounded.shape[1] * GROUP), np.float32)
+def _product(x: Array, weight: Linear, group: int = GROUP) -> Array:
+    """In int8 group by group, each rounded to float32 as the kernels do it."""
+    if weight.scale is None:
+        product: Array = x @ weight.data.T
+        return product
+    rounded, scale = quantize_groups(x, group=group)  # [M, G, group], [M, G]
+    w = np.zeros((weight.out_features, rounded.shape[1] * group), np.float32)
     w[:, : weight.in_features] = weight.data
-    w = w.reshape(weight.out_features, -1, GROUP)
-    assert weight.scale is not None
+    w = w.reshape(weight.out_features, -1, group)
     total = np.zeros((len(x), weight.out_features), np.float32)
     for g in range(rounded.shape[1]):
         # exact in float32: at most 32 * 127 * 127 in magnitude

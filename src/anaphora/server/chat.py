@@ -28,7 +28,12 @@ def chat_router(service: Service) -> APIRouter:
         params = body.sampling_params(service.llm.info.vocab_size)
         prompt = await service.encode_chat(body.messages, body)
         generation = service.generation(
-            request, [prompt], params, body.scope(request.state.tenant), body.workload, "messages"
+            request,
+            [prompt],
+            params,
+            service.scope(request, body, body.model),
+            body.workload,
+            "messages",
         )
         answer = _ChatAnswer(service, body, generation, request.state.request_id)
         if not body.stream:
@@ -56,7 +61,7 @@ class _ChatAnswer:
             "id": f"chatcmpl-{request_id}",
             "created": now(),
             "model": body.model,
-            "system_fingerprint": service.system_fingerprint,
+            "system_fingerprint": service.fingerprint(body.model),
             "service_tier": body.served_tier,
         }
 
