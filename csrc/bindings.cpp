@@ -137,13 +137,18 @@ struct LowRankView {
               "a must have whole panels of ranks and no bias");
         check_size("spans' length", spans_.shape(0), padded(n) / kPanel);
         check_size("spans' width", spans_.shape(1), 2);
+        constexpr int64_t square = kPanel * kPanel;
+        check(ranks / kPanel <= UINT16_MAX && padded(n) / kPanel * (ranks / kPanel) <= UINT32_MAX,
+              "an adapter has too many ranks");
         int64_t size = 0;
         for (int panel = 0; panel < dim(spans_, 0); ++panel) {
             const int32_t first = spans_.data()[2 * panel], count = spans_.data()[2 * panel + 1];
             check(first >= 0 && count >= 0 && first % kPanel == 0 && count % kPanel == 0 &&
                       int64_t{first} + count <= ranks,
                   "a span must be whole panels of ranks that exist");
-            spans.push_back({first, count, size});
+            spans.push_back({static_cast<uint16_t>(first / kPanel),
+                             static_cast<uint16_t>(count / kPanel),
+                             static_cast<uint32_t>(size / square)});
             size += int64_t{kPanel} * count;
         }
         if (is_int8) {

@@ -208,19 +208,21 @@ int panels_per_task(int panels, int row_blocks) {
     return std::clamp(wanted / kGatedPanels * kGatedPanels, kGatedPanels, widest);
 }
 
-template <class Problem, class Ranks>
-void multiply(const Problem& p, const Deltas<Ranks>& deltas, int m, int n, bool is_added,
-              float* out) {
+template <class Problem, class Deltas>
+void multiply(const Problem& p, Deltas&& deltas, int m, int n, bool is_added, float* out) {
     const int panels = ceil_div(n, kPanel);
     const int row_blocks = ceil_div(m, kRowBlock);
     const int width = panels_per_task(panels, row_blocks);
     const int panel_blocks = ceil_div(panels, width);
     const Target target{out, n, 0, 0, n, is_added};
-    parallel_for(row_blocks * panel_blocks, [&](int task) {
+    parallel_for(deltas.num_tasks() + row_blocks * panel_blocks, [&](int task) {
+        if (task < deltas.num_tasks()) return deltas.compute(task);
+        task -= deltas.num_tasks();
         const int row = task / panel_blocks * kRowBlock;
         const int panel = task % panel_blocks * width;
         const int row_end = std::min(row + kRowBlock, m);
         const int panel_end = std::min(panel + width, panels);
+        deltas.expect(row, row_end, panel, panel_end);
         run_block(p, target, row, row_end, panel, panel_end);
         deltas.add(Target{out, n, 0, 0, n, true}, row, row_end, panel, panel_end);
     });
@@ -231,12 +233,14 @@ inline f32x16 silu(f32x16 x) {
 }
 
 // Multiplies with a gated matrix; put(row, column, low, high) gets 32 columns of silu(gate) * up.
-template <class Problem, class Ranks, class Put>
-void multiply_gated(const Problem& p, const Deltas<Ranks>& deltas, int m, int n, Put&& put) {
+template <class Problem, class Deltas, class Put>
+void multiply_gated(const Problem& p, Deltas&& deltas, int m, int n, Put&& put) {
     const int panels = ceil_div(n, kPanel);
     const int row_blocks = ceil_div(m, kRowBlock);
     const int panel_blocks = ceil_div(panels, kGatedPanels);
-    parallel_for(row_blocks * panel_blocks, [&](int task) {
+    parallel_for(deltas.num_tasks() + row_blocks * panel_blocks, [&](int task) {
+        if (task < deltas.num_tasks()) return deltas.compute(task);
+        task -= deltas.num_tasks();
         constexpr int width = kGatedPanels * kPanel;
         thread_local Scratch scratch;
         auto* block = scratch.get<float>(int64_t{kRowBlock} * width);
@@ -244,6 +248,7 @@ void multiply_gated(const Problem& p, const Deltas<Ranks>& deltas, int m, int n,
         const int row_end = std::min(row + kRowBlock, m);
         const int panel = task % panel_blocks * kGatedPanels;
         const int panel_end = std::min(panel + kGatedPanels, panels);
+        deltas.expect(row, row_end, panel, panel_end);
         run_block(p, Target{block, width, row, panel, n, false}, row, row_end, panel, panel_end);
         deltas.add(Target{block, width, row, panel, n, true}, row, row_end, panel, panel_end);
         for (int r = row; r < row_end; ++r) {
@@ -292,18 +297,20 @@ FloatProblem float_problem(const FloatRows& rows, const Weight& w) {
 thread_local Scratch input_rows, hidden_rows, input_ranks, hidden_ranks;
 
 // What adapters add to a product of these m rows.
-Deltas<Int8Ranks> deltas_of(Scratch& scratch, const Int8Rows& rows, int m,
-                            const Adapters& adapters) {
-    using Of = Deltas<Int8Ranks>;
-    return Of(adapters, scratch.get<char>(Int8Ranks::bytes(m, Of::width(adapters))), m,
-              [&](const Weight& a) { return int8_problem(rows, a); });
+template <class Ranks, class ProblemOf>
+auto deltas_of(Scratch& scratch, int m, const Adapters& adapters, ProblemOf problem_of) {
+    using Of = Deltas<Ranks, ProblemOf>;
+    return Of(adapters, scratch.get<char>(Ranks::bytes(m, Of::width(adapters))), m, problem_of);
 }
 
-Deltas<FloatRanks> deltas_of(Scratch& scratch, const FloatRows& rows, int m,
-                             const Adapters& adapters) {
-    using Of = Deltas<FloatRanks>;
-    return Of(adapters, scratch.get<char>(FloatRanks::bytes(m, Of::width(adapters))), m,
-              [&](const Weight& a) { return float_problem(rows, a); });
+auto deltas_of(Scratch& scratch, const Int8Rows& rows, int m, const Adapters& adapters) {
+    return deltas_of<Int8Ranks>(scratch, m, adapters,
+                                [&](const Weight& a) { return int8_problem(rows, a); });
+}
+
+auto deltas_of(Scratch& scratch, const FloatRows& rows, int m, const Adapters& adapters) {
+    return deltas_of<FloatRanks>(scratch, m, adapters,
+                                 [&](const Weight& a) { return float_problem(rows, a); });
 }
 
 }  // namespace

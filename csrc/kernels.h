@@ -43,15 +43,16 @@ struct Weight {
 
 // Which of the ranks a panel of B's columns uses, and where its elements begin in b.
 struct RankSpan {
-    int32_t first, count;  // multiples of kPanel
-    int64_t offset;
+    uint16_t first, count;  // in whole panels of ranks
+    uint32_t offset;        // in kPanel * kPanel elements
 };
 
 // What a low-rank adapter adds to the product with one matrix: B (A x), its scaling within B
 // (Hu et al., 2021). A matrix may have several parts, of which each has an A of its own: the ranks
 // of all of them, padded to whole panels part by part, are the rows of `a`.
 //
-//   b   [panel of the matrix][count / depth][16][depth], otherwise as Weight::data; float32: depth 1
+//   b   [panel of the matrix][16 * count / depth][16][depth], otherwise as Weight::data; float32:
+//       depth 1
 struct LowRank {
     int n;     // columns of the matrix
     Weight a;  // without bias

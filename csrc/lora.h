@@ -1,4 +1,4 @@
-// Low-rank adapters: what they add to a product, in the task that has just computed it.
+// Low-rank adapters: what they add to a product, in the tasks that compute it.
 //
 // A row's ranks (A x) do not depend on which rows are computed with it, and neither does what B
 // makes of them, so a row with an adapter has the same bits in any batch. Rows without one are not
@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "rows.h"
 
@@ -19,9 +20,11 @@ using anaphora::RankSpan;
 
 inline constexpr int kRankRows = 4;    // rows of a tile
 inline constexpr int kRankChunk = 32;  // rows of one task of A x
+inline constexpr int64_t kSquare = kPanel * kPanel;
 
 // A x rounded to int8, with one scale for sixteen ranks.
 struct Int8Ranks {
+    static constexpr int kElementBytes = 1;  // of B
     int width, groups;  // ranks of a row, and its scales
     Activation* q;      // [m, width]
     float* scale;       // [m, groups]
@@ -49,16 +52,16 @@ struct Int8Ranks {
     template <int R>
     void tile(const LowRank& delta, const RankSpan& span, int panel, int row,
               f32x16 (&total)[R]) const {
-        const int8_t* b = static_cast<const int8_t*>(delta.b) + span.offset;
-        for (int rank = span.first; rank < span.first + span.count; rank += kPanel) {
-            const int64_t group = int64_t{row} * groups + rank / kPanel;
+        const int8_t* b = static_cast<const int8_t*>(delta.b) + kSquare * span.offset;
+        for (int at = span.first; at < span.first + span.count; ++at) {
+            const int64_t group = int64_t{row} * groups + at;
             i32x16 acc[R];
             for (int r = 0; r < R; ++r)
                 acc[r] = kWeightOffset == 0 ? zero_i32() : set1(start[group + int64_t{r} * groups]);
             for (int i = 0; i < kPanel; i += kDepth, b += kPanel * kDepth) {
                 const Weights columns = load_weights(b);
                 for (int r = 0; r < R; ++r)
-                    acc[r] = dot(acc[r], columns, q + int64_t{row + r} * width + rank + i);
+                    acc[r] = dot(acc[r], columns, q + int64_t{row + r} * width + kPanel * at + i);
             }
             for (int r = 0; r < R; ++r)
                 total[r] = total[r] + to_float(acc[r]) * set1(scale[group + int64_t{r} * groups]);
@@ -70,6 +73,7 @@ struct Int8Ranks {
 
 // A x as floats.
 struct FloatRanks {
+    static constexpr int kElementBytes = 4;
     int width;
     float* ranks;  // [m, width]
 
@@ -82,8 +86,9 @@ struct FloatRanks {
     }
     template <int R>
     void tile(const LowRank& delta, const RankSpan& span, int, int row, f32x16 (&total)[R]) const {
-        const float* b = static_cast<const float*>(delta.b) + span.offset;
-        for (int rank = span.first; rank < span.first + span.count; ++rank, b += kPanel) {
+        const float* b = static_cast<const float*>(delta.b) + kSquare * span.offset;
+        const int first = kPanel * span.first, end = first + kPanel * span.count;
+        for (int rank = first; rank < end; ++rank, b += kPanel) {
             const f32x16 columns = load(b);
             for (int r = 0; r < R; ++r)
                 total[r] = fma(set1(ranks[int64_t{row + r} * width + rank]), columns, total[r]);
@@ -91,10 +96,19 @@ struct FloatRanks {
     }
 };
 
-// The adapters of a product's rows: computes A x when it is made, adds B (A x) block by block.
-template <class Ranks>
+// What adapters add to a product of m rows. The product's tasks come after num_tasks() of these,
+// which compute A x: tasks are begun in ascending order, so that waiting for them ends.
+template <class Ranks, class ProblemOf>
 class Deltas {
    public:
+    // problem_of(weight) is the product of all m rows with a weight; `memory` has
+    // Ranks::bytes(m, width(adapters)) bytes.
+    Deltas(const Adapters& adapters, char* memory, int m, ProblemOf problem_of)
+        : adapters_(adapters), ranks_(Ranks::in(memory, m, width(adapters))),
+          problem_of_(problem_of) {
+        for (int i = 0; i < adapters.count; ++i) num_tasks_ += num_tasks_of(adapters.segments[i]);
+    }
+
     static int width(const Adapters& adapters) {
         int most = 0;
         for (int i = 0; i < adapters.count; ++i)
@@ -102,56 +116,73 @@ class Deltas {
         return most;
     }
 
-    // problem_of(weight) is the product of all m rows with a weight; `memory` has
-    // Ranks::bytes(m, width(adapters)) bytes.
-    template <class ProblemOf>
-    Deltas(const Adapters& adapters, char* memory, int m, ProblemOf&& problem_of)
-        : adapters_(adapters), ranks_(Ranks::in(memory, m, width(adapters))) {
-        int num_tasks = 0;
-        for (int i = 0; i < adapters.count; ++i) num_tasks += num_tasks_of(adapters.segments[i]);
-        if (num_tasks == 0) return;
-        anaphora::parallel_for(num_tasks, [&](int task) {
-            const Adapted* segment = adapters_.segments;
-            for (; task >= num_tasks_of(*segment); ++segment) task -= num_tasks_of(*segment);
-            const auto& a = segment->delta->a;
-            const int panels = a.n / kPanel, panel = task % panels;
-            const int row = segment->first_row + task / panels * kRankChunk;
-            const auto problem = problem_of(a);
-            tiles(row, std::min(row + kRankChunk, segment->end_row), [&](auto rows, int at) {
-                constexpr int R = rows;
-                f32x16 total[R][1];
-                for (int r = 0; r < R; ++r) total[r][0] = set1(0.0f);
-                problem.template tile<R, 1>(at, panel, false, total);
-                for (int r = 0; r < R; ++r) ranks_.set(at + r, panel, total[r][0]);
-            });
+    int num_tasks() const { return num_tasks_; }
+
+    void compute(int task) {
+        const Adapted* segment = adapters_.segments;
+        for (; task >= num_tasks_of(*segment); ++segment) task -= num_tasks_of(*segment);
+        const auto& a = segment->delta->a;
+        const int panels = a.n / kPanel, panel = task % panels;
+        const int row = segment->first_row + task / panels * kRankChunk;
+        const auto problem = problem_of_(a);
+        tiles(row, std::min(row + kRankChunk, segment->end_row), [&](auto rows, int at) {
+            constexpr int R = rows;
+            f32x16 total[R][1];
+            for (int r = 0; r < R; ++r) total[r][0] = set1(0.0f);
+            problem.template tile<R, 1>(at, panel, false, total);
+            for (int r = 0; r < R; ++r) ranks_.set(at + r, panel, total[r][0]);
+        });
+        num_done_.fetch_add(1, std::memory_order_release);
+    }
+
+    // Has the weights come that `add` is going to read: many short runs, of each adapter one.
+    void expect(int row, int row_end, int panel, int panel_end) const {
+        for_segments(row, row_end, [&](const LowRank& delta, int, int) {
+            const RankSpan &first = delta.spans[panel], &last = delta.spans[panel_end - 1];
+            const char* b = static_cast<const char*>(delta.b);
+            const int64_t end = int64_t{last.offset} + last.count;
+            const int64_t bytes = kSquare * Ranks::kElementBytes;
+            for (int64_t at = first.offset * bytes; at < end * bytes; at += 64)
+                __builtin_prefetch(b + at, 0, 2);
+            for (int p = panel; p < panel_end && delta.scale != nullptr; ++p)
+                __builtin_prefetch(delta.scale + int64_t{p} * kPanel, 0, 2);
         });
     }
 
     // Adds to the results of rows [row, row_end) by panels [panel, panel_end) that `target` holds.
     template <class Target>
     void add(const Target& target, int row, int row_end, int panel, int panel_end) const {
-        for (int i = 0; i < adapters_.count; ++i) {
-            const auto& [first_row, end_row, delta] = adapters_.segments[i];
-            const int begin = std::max(row, first_row), end = std::min(row_end, end_row);
-            if (begin >= end) continue;
+        while (num_done_.load(std::memory_order_acquire) < num_tasks_) anaphora::pause();
+        for_segments(row, row_end, [&](const LowRank& delta, int begin, int end) {
             for (int p = panel; p < panel_end; ++p) {
-                const RankSpan& span = delta->spans[p];
+                const RankSpan& span = delta.spans[p];
                 if (span.count == 0) continue;
                 tiles(begin, end, [&](auto rows, int at) {
                     constexpr int R = rows;
                     f32x16 total[R];
                     for (int r = 0; r < R; ++r) total[r] = set1(0.0f);
-                    ranks_.tile(*delta, span, p, at, total);
+                    ranks_.tile(delta, span, p, at, total);
                     for (int r = 0; r < R; ++r) target.put(at + r, p, total[r]);
                 });
             }
-        }
+        });
     }
 
    private:
     static int num_tasks_of(const Adapted& segment) {
         return ceil_div(segment.end_row - segment.first_row, kRankChunk) *
                (segment.delta->a.n / kPanel);
+    }
+
+    // Calls body(delta, row, row_end) for the rows among [row, row_end) that have an adapter.
+    template <class Body>
+    void for_segments(int row, int row_end, Body&& body) const {
+        for (int i = 0; i < adapters_.count; ++i) {
+            const Adapted& segment = adapters_.segments[i];
+            const int begin = std::max(row, segment.first_row);
+            const int end = std::min(row_end, segment.end_row);
+            if (begin < end) body(*segment.delta, begin, end);
+        }
     }
 
     // Calls body(R, row) for tiles of at most kRankRows rows.
@@ -164,6 +195,9 @@ class Deltas {
 
     Adapters adapters_;
     Ranks ranks_;
+    ProblemOf problem_of_;
+    int num_tasks_ = 0;
+    std::atomic<int> num_done_{0};
 };
 
 }  // namespace ANAPHORA_ISA

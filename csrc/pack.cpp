@@ -26,11 +26,12 @@ template <class T>
 void pack_ranks(const T* b, int n, int k, const RankSpan* spans, int depth, int offset, T* out) {
     for (int panel = 0; panel < panels(n); ++panel) {
         const RankSpan& span = spans[panel];
-        T* to = out + span.offset;
-        std::fill(to, to + int64_t{kPanel} * span.count, static_cast<T>(offset));
+        const int first = kPanel * span.first, count = kPanel * span.count;
+        T* to = out + int64_t{kPanel * kPanel} * span.offset;
+        std::fill(to, to + kPanel * count, static_cast<T>(offset));
         for (int column = 0; column < std::min(kPanel, n - panel * kPanel); ++column)
-            for (int i = 0; i < span.count; ++i) {
-                const int64_t from = int64_t{panel * kPanel + column} * k + span.first + i;
+            for (int i = 0; i < count; ++i) {
+                const int64_t from = int64_t{panel * kPanel + column} * k + first + i;
                 to[i / depth * depth * kPanel + column * depth + i % depth] =
                     static_cast<T>(b[from] + static_cast<T>(offset));
             }

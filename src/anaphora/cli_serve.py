@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = EngineConfig()
 _GRACE_SECONDS = 10.0
+_LORA_MODULES = "--lora-modules"
 _TIERS, _SHARING, _ADAPTERS = "Tiers below the cache", "Sharing the cache", "Adapters"
 
 
@@ -190,7 +191,7 @@ LoraModules = Annotated[
         "LoRA adapter to load: a directory as PEFT saves it, and the model name that clients send "
         "for it; repeat for several.",
         _ADAPTERS,
-        "--lora-modules",
+        _LORA_MODULES,
         metavar="NAME=PATH",
     ),
 ]
@@ -288,6 +289,20 @@ def serve(
     tenants = _tenants(api_key, admin_key)
     with bind(host, port, tenants=tenants) as sock:
         asyncio.run(_serve(config, served_model_name or (), tenants, metrics_tenants, sock))
+
+
+def repeat_lora_modules(argv: Sequence[str]) -> list[str]:
+    """One option for each NAME=PATH: as in vLLM, several may follow one."""
+    result: list[str] = []
+    is_module = False
+    for word in argv:
+        if is_module and "=" in word and not word.startswith("-"):
+            if result[-1] != _LORA_MODULES:
+                result.append(_LORA_MODULES)
+        else:
+            is_module = word == _LORA_MODULES
+        result.append(word)
+    return result
 
 
 async def _serve(

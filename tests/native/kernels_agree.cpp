@@ -65,13 +65,13 @@ struct Adapter {
 
     Adapter(const Matrix& w, int first_, int end_)
         : n(w.n), first(first_), end(end_), a(ranks, w.k), b(w.n, ranks) {
-        int64_t size = 0;
+        uint32_t size = 0;
         for (int panel = 0; panel < padded(n) / kPanel; ++panel) {
             const int begin = any(0, ranks / kPanel), count = any(0, ranks / kPanel - begin);
-            spans.push_back({kPanel * begin, kPanel * count, size});
-            size += int64_t{kPanel} * kPanel * count;
+            spans.push_back({static_cast<uint16_t>(begin), static_cast<uint16_t>(count), size});
+            size += count;
         }
-        memory[1].assign(size, 0.0f);
+        memory[1].assign(size * kPanel * kPanel, 0.0f);
     }
 
     Adapted packed(const Kernels& set, bool is_int8) {
