@@ -299,8 +299,12 @@ thread_local Scratch input_rows, hidden_rows, input_ranks, hidden_ranks;
 // What adapters add to a product of these m rows.
 template <class Ranks, class ProblemOf>
 auto deltas_of(Scratch& scratch, int m, const Adapters& adapters, ProblemOf problem_of) {
-    using Of = Deltas<Ranks, ProblemOf>;
-    return Of(adapters, scratch.get<char>(Ranks::bytes(m, Of::width(adapters))), m, problem_of);
+    const auto product = [=](const Weight& a, int row, int row_end, float* out) {
+        const Target target{out, a.n, row, 0, a.n, false};
+        run_block(problem_of(a), target, row, row_end, 0, a.n / kPanel);
+    };
+    using Of = Deltas<Ranks, decltype(product)>;
+    return Of(adapters, scratch.get<char>(Ranks::bytes(m, Of::width(adapters))), m, product);
 }
 
 auto deltas_of(Scratch& scratch, const Int8Rows& rows, int m, const Adapters& adapters) {

@@ -98,14 +98,13 @@ struct FloatRanks {
 
 // What adapters add to a product of m rows. The product's tasks come after num_tasks() of these,
 // which compute A x: tasks are begun in ascending order, so that waiting for them ends.
-template <class Ranks, class ProblemOf>
+template <class Ranks, class Product>
 class Deltas {
    public:
-    // problem_of(weight) is the product of all m rows with a weight; `memory` has
-    // Ranks::bytes(m, width(adapters)) bytes.
-    Deltas(const Adapters& adapters, char* memory, int m, ProblemOf problem_of)
-        : adapters_(adapters), ranks_(Ranks::in(memory, m, width(adapters))),
-          problem_of_(problem_of) {
+    // product(weight, row, row_end, out) is that of some rows, out [row_end - row, weight.n];
+    // `memory` has Ranks::bytes(m, width(adapters)) bytes.
+    Deltas(const Adapters& adapters, char* memory, int m, Product product)
+        : adapters_(adapters), ranks_(Ranks::in(memory, m, width(adapters))), product_(product) {
         for (int i = 0; i < adapters.count; ++i) num_tasks_ += num_tasks_of(adapters.segments[i]);
     }
 
@@ -119,19 +118,18 @@ class Deltas {
     int num_tasks() const { return num_tasks_; }
 
     void compute(int task) {
+        thread_local AlignedVector<float> block;
         const Adapted* segment = adapters_.segments;
         for (; task >= num_tasks_of(*segment); ++segment) task -= num_tasks_of(*segment);
         const auto& a = segment->delta->a;
-        const int panels = a.n / kPanel, panel = task % panels;
-        const int row = segment->first_row + task / panels * kRankChunk;
-        const auto problem = problem_of_(a);
-        tiles(row, std::min(row + kRankChunk, segment->end_row), [&](auto rows, int at) {
-            constexpr int R = rows;
-            f32x16 total[R][1];
-            for (int r = 0; r < R; ++r) total[r][0] = set1(0.0f);
-            problem.template tile<R, 1>(at, panel, false, total);
-            for (int r = 0; r < R; ++r) ranks_.set(at + r, panel, total[r][0]);
-        });
+        const int row = segment->first_row + task * kRankChunk;
+        const int row_end = std::min(row + kRankChunk, segment->end_row);
+        const size_t size = size_t{kRankChunk} * a.n;
+        if (block.size() < size) block.resize(size);
+        product_(a, row, row_end, block.data());
+        for (int r = row; r < row_end; ++r)
+            for (int group = 0; group < a.n / kPanel; ++group)
+                ranks_.set(r, group, load(&block[int64_t{r - row} * a.n + group * kPanel]));
         num_done_.fetch_add(1, std::memory_order_release);
     }
 
@@ -170,8 +168,7 @@ class Deltas {
 
    private:
     static int num_tasks_of(const Adapted& segment) {
-        return ceil_div(segment.end_row - segment.first_row, kRankChunk) *
-               (segment.delta->a.n / kPanel);
+        return ceil_div(segment.end_row - segment.first_row, kRankChunk);
     }
 
     // Calls body(delta, row, row_end) for the rows among [row, row_end) that have an adapter.
@@ -195,7 +192,7 @@ class Deltas {
 
     Adapters adapters_;
     Ranks ranks_;
-    ProblemOf problem_of_;
+    Product product_;
     int num_tasks_ = 0;
     std::atomic<int> num_done_{0};
 };
