@@ -218,6 +218,10 @@ class AsyncLLM:
         Requests that run go on with the weights they began with. Raises ``InvalidRequest`` for the
         name, ``UnusableAdapter``, ``EngineUnavailable``, ``EngineDied``.
         """
+        return await asyncio.shield(self._load_adapter(name, path, load_inplace))
+
+    async def _load_adapter(self, name: str, path: str, load_inplace: bool) -> AdapterInfo:
+        # Shielded: who stops waiting must not leave an adapter without a name in the engine.
         async with self._adapter_lock:
             self._names.check_new(name, load_inplace=load_inplace)
             info = (await self._send(LoadAdapter(path=path))).adapter
@@ -230,6 +234,9 @@ class AsyncLLM:
 
         Raises ``UnknownModel``, ``EngineUnavailable``, ``EngineDied``.
         """
+        await asyncio.shield(self._unload_adapter(name))
+
+    async def _unload_adapter(self, name: str) -> None:
         async with self._adapter_lock:
             await self._forget(self._names.remove(name))
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from anaphora.config import EngineConfig
@@ -22,7 +24,7 @@ from anaphora.ops.native import NativeOps
 from anaphora.ops.reference import ReferenceOps
 from anaphora.types import CacheScope, LoadAdapter
 from tests.engine.driving import Driver
-from tests.models.adapters import CASES, lora_tensors, write_adapter
+from tests.models.adapters import CASES, lora_config, lora_tensors, write_adapter
 from tests.models.test_llama import all_logits
 from tests.models.tiny import TINY_CONFIG, write_tiny_llama
 
@@ -238,6 +240,40 @@ def test_a_hostile_expression_costs_no_time(tmp_path, model):
     path = write_adapter(tmp_path, TINY_CONFIG, target_modules="(([a-z._0-9]+)+)+!")
     with pytest.raises(UnusableAdapter, match="none of this model's modules"):
         load_adapter(path, model, max_rank=64)
+
+
+odd = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["q_proj", "(", "[", ".*", "all-linear", "\ud800", "layers", "a{1000}{1000}"])
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+NAMES = [
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "unknown"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"),
+    *("init_lora_weights", "modules_to_save", "\udfff"),
+]
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.dictionaries(st.sampled_from(NAMES), odd, max_size=3))
+def test_whatever_a_configuration_says_the_engine_goes_on(tmp_path, model, fields):
+    """It is loaded or refused with a message that can be sent; nothing else is raised."""
+    path = write_adapter(tmp_path, TINY_CONFIG, rank=2)
+    (path / "adapter_config.json").write_text(json.dumps(lora_config(rank=2) | fields))
+    try:
+        load_adapter(path, model, max_rank=64)
+    except UnusableAdapter as error:
+        str(error).encode()
 
 
 A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"

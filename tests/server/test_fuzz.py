@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from anaphora.server.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.fields import UNSUPPORTED
 from anaphora.server.schemas import (
@@ -26,6 +27,8 @@ SCHEMAS = {
     "/detokenize": DetokenizeRequest,
     "/cache/pins": PinRequest,
     "/cache/purge": PurgeRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
 GOOD: dict[str, Any] = {
     "model": "fake",
@@ -34,6 +37,8 @@ GOOD: dict[str, Any] = {
     "tokens": [1],
     "max_tokens": 2,
     "scope": "prefix",
+    "lora_name": "x",
+    "lora_path": "/x",
 }
 scalars = (
     st.none()

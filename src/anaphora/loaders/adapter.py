@@ -104,6 +104,7 @@ def read_adapter(path: Path, modules: Modules, *, max_rank: int) -> AdapterFile:
     content = _read_file(path, CONFIG_FILE, _MAX_CONFIG_BYTES)
     try:
         fields = json.loads(content)
+        json.dumps(fields, ensure_ascii=False).encode()  # half characters could not be reported
     except (ValueError, RecursionError):
         raise UnusableAdapter(f"{path / CONFIG_FILE} is not valid JSON") from None
     if not isinstance(fields, dict):
