@@ -132,19 +132,125 @@ Norm make_norm(const NormView* norm, int k) {
     return {norm->weight.data(), norm->eps};
 }
 
+using AnyMatrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// What an adapter adds to one matrix: packed here, and kept here.
+struct LowRankView {
+    const WeightView& a;
+    int n;
+    std::vector<RankSpan> spans;
+    std::vector<int8_t> bytes;
+    std::vector<float> floats, scale;
+    LowRank delta;
+
+    // b [n, ranks] int8 with a scale per column or float32; spans [panels, 2]: first rank and count.
+    LowRankView(const WeightView& a_, AnyMatrix b, OptionalVector scale_,
+                Array<const int32_t, 2> spans_)
+        : a(a_), n(dim(b, 0)) {
+        const bool is_int8 = a.weight.type == WeightType::int8;
+        const int ranks = dim(b, 1);
+        check(b.dtype() == (is_int8 ? nb::dtype<int8_t>() : nb::dtype<float>()) &&
+                  scale_.has_value() == is_int8,
+              "b must be int8 with scales or float32 without, as a is");
+        check_size("b's ranks", ranks, a.weight.n);
+        check(ranks % kPanel == 0 && a.weight.bias == nullptr,
+              "a must have whole panels of ranks and no bias");
+        check_size("spans' length", spans_.shape(0), padded(n) / kPanel);
+        check_size("spans' width", spans_.shape(1), 2);
+        constexpr int64_t square = kPanel * kPanel;
+        check(ranks / kPanel <= UINT16_MAX && padded(n) / kPanel * (ranks / kPanel) <= UINT32_MAX,
+              "an adapter has too many ranks");
+        int64_t size = 0;
+        for (int panel = 0; panel < dim(spans_, 0); ++panel) {
+            const int32_t first = spans_.data()[2 * panel], count = spans_.data()[2 * panel + 1];
+            check(first >= 0 && count >= 0 && first % kPanel == 0 && count % kPanel == 0 &&
+                      int64_t{first} + count <= ranks,
+                  "a span must be whole panels of ranks that exist");
+            spans.push_back({static_cast<uint16_t>(first / kPanel),
+                             static_cast<uint16_t>(count / kPanel),
+                             static_cast<uint32_t>(size / square)});
+            size += int64_t{kPanel} * count;
+        }
+        if (is_int8) {
+            check_size("scale's length", scale_->shape(0), padded(n));
+            scale.assign(scale_->data(), scale_->data() + padded(n));
+            bytes.resize(size);
+            pack_ranks_int8(static_cast<const int8_t*>(b.data()), n, ranks, spans.data(),
+                            kernels().depth, kernels().weight_offset, bytes.data());
+        } else {
+            floats.resize(size);
+            pack_ranks_f32(static_cast<const float*>(b.data()), n, ranks, spans.data(),
+                           floats.data());
+        }
+        delta = {n, a.weight, is_int8 ? static_cast<const void*>(bytes.data()) : floats.data(),
+                 is_int8 ? scale.data() : nullptr, spans.data()};
+    }
+
+    int64_t num_bytes() const {
+        return static_cast<int64_t>(bytes.size() + spans.size() * sizeof(RankSpan)) +
+               4 * static_cast<int64_t>(floats.size() + scale.size());
+    }
+};
+
+// Which rows of a step have which adapter. An adapter is a list of what it adds to each place, a
+// LowRankView or None.
+struct AdaptedRowsView {
+    nb::list kept;
+    std::vector<std::vector<Adapted>> places;
+    int end_row = 0;
+
+    AdaptedRowsView(nb::list adapters, Array<const int32_t, 2> rows) : kept(adapters) {
+        check_size("rows' length", rows.shape(0), static_cast<int64_t>(nb::len(adapters)));
+        check_size("rows' width", rows.shape(1), 2);
+        for (int i = 0; i < dim(rows, 0); ++i) {
+            const int first = rows.data()[2 * i], end = rows.data()[2 * i + 1];
+            check(first >= end_row && end > first, "rows must ascend without overlap");
+            end_row = end;
+            const auto deltas = nb::cast<nb::sequence>(adapters[i]);
+            size_t place = 0;
+            for (nb::handle delta : deltas) {
+                if (place == places.size()) places.emplace_back();
+                if (!delta.is_none()) {
+                    const auto& view = nb::cast<const LowRankView&>(delta);
+                    check(view.a.layout == layout_name(view.a.weight.type == WeightType::int8),
+                          "an adapter packed as '" + view.a.layout + "' cannot be used by these kernels");
+                    places[place].push_back({first, end, &view.delta});
+                }
+                ++place;
+            }
+        }
+    }
+};
+
+// Of one place, checked against the product that it is added to.
+Adapters make_adapters(const AdaptedRowsView* rows, int place, int m, const Weight& w) {
+    if (rows == nullptr || place < 0 || place >= static_cast<int>(rows->places.size()))
+        return {nullptr, 0};
+    const auto& segments = rows->places[place];
+    for (const Adapted& segment : segments) {
+        check(segment.end_row <= m, "a row with an adapter is outside the batch");
+        const LowRank& delta = *segment.delta;
+        check(delta.n == w.n && delta.a.k == w.k && delta.a.type == w.type,
+              "the adapter was made for another matrix");
+    }
+    return {segments.data(), static_cast<int>(segments.size())};
+}
+
 void linear(Array<const float, 2> x, const WeightView& w, Array<float, 2> out, bool is_added,
-            const NormView* norm) {
+            const NormView* norm, const AdaptedRowsView* adapters, int place) {
     check_weight(w, dim(x, 1));
     check_size("out's rows", out.shape(0), dim(x, 0));
     check_size("out's row length", out.shape(1), w.weight.n);
     check(out.data() != x.data(), "out must not be x");
     const Norm before = make_norm(norm, dim(x, 1));
+    const Adapters added = make_adapters(adapters, place, dim(x, 0), w.weight);
     nb::gil_scoped_release release;
-    kernels().linear(x.data(), dim(x, 0), before, w.weight, is_added, out.data());
+    kernels().linear(x.data(), dim(x, 0), before, w.weight, added, is_added, out.data());
 }
 
 void gated_mlp(Array<const float, 2> x, const WeightView& gate_up, const WeightView& down,
-               const std::string& gate, Array<float, 2> out, bool is_added, const NormView* norm) {
+               const std::string& gate, Array<float, 2> out, bool is_added, const NormView* norm,
+               const AdaptedRowsView* adapters, int gate_up_place, int down_place) {
     check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
     check_weight(gate_up, dim(x, 1));
     check_weight(down, down.weight.k);
@@ -154,9 +260,12 @@ void gated_mlp(Array<const float, 2> x, const WeightView& gate_up, const WeightV
     check_size("out's rows", out.shape(0), dim(x, 0));
     check_size("out's row length", out.shape(1), down.weight.n);
     const Norm before = make_norm(norm, dim(x, 1));
+    const Adapters first = make_adapters(adapters, gate_up_place, dim(x, 0), gate_up.weight);
+    const Adapters second = make_adapters(adapters, down_place, dim(x, 0), down.weight);
     nb::gil_scoped_release release;
     kernels().gated_mlp(x.data(), dim(x, 0), before, gate_up.weight, down.weight,
-                        gate == "silu" ? Gate::silu : Gate::gelu_tanh, is_added, out.data());
+                        gate == "silu" ? Gate::silu : Gate::gelu_tanh, first, second, is_added,
+                        out.data());
 }
 
 void experts(Array<const float, 2> x, Array<const float, 2> router, const WeightView& gate_up,
@@ -399,10 +508,16 @@ NB_MODULE(_native, m) {
         .def(nb::init<Array<const float, 1>, float>(), array("weight"), "eps"_a);
     nb::class_<RopeView>(m, "Rope")
         .def(nb::init<Array<const float, 2>, Array<const float, 2>>(), array("cos"), array("sin"));
+    nb::class_<LowRankView>(m, "LowRank")
+        .def(nb::init<const WeightView&, AnyMatrix, OptionalVector, Array<const int32_t, 2>>(),
+             "a"_a, array("b"), array("scale").none(), array("spans"), nb::keep_alive<1, 2>())
+        .def_prop_ro("num_bytes", &LowRankView::num_bytes);
+    nb::class_<AdaptedRowsView>(m, "AdaptedRows")
+        .def(nb::init<nb::list, Array<const int32_t, 2>>(), "adapters"_a, array("rows"));
     m.def("linear", &linear, array("x"), "weight"_a, array("out"), "is_added"_a,
-          "norm"_a.none());
+          "norm"_a.none(), "adapters"_a.none(), "place"_a);
     m.def("gated_mlp", &gated_mlp, array("x"), "gate_up"_a, "down"_a, "gate"_a, array("out"),
-          "is_added"_a, "norm"_a.none());
+          "is_added"_a, "norm"_a.none(), "adapters"_a.none(), "gate_up_place"_a, "down_place"_a);
     m.def("experts", &experts, array("x"), array("router"), "gate_up"_a, "down"_a, "top_k"_a,
           "alpha"_a, "limit"_a, array("out"));
     m.def("rms_norm", &rms_norm, array("x"), "norm"_a, array("out"));

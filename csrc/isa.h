@@ -6,9 +6,11 @@
 #define ANAPHORA_DECLARE_KERNELS(isa)                                                             \
     namespace isa {                                                                               \
     extern const int weight_depth, weight_offset;                                                 \
-    void linear(const float*, int, const anaphora::Norm&, const anaphora::Weight&, bool, float*); \
+    void linear(const float*, int, const anaphora::Norm&, const anaphora::Weight&,                \
+                const anaphora::Adapters&, bool, float*);                                         \
     void gated_mlp(const float*, int, const anaphora::Norm&, const anaphora::Weight&,             \
-                   const anaphora::Weight&, anaphora::Gate, bool, float*);                        \
+                   const anaphora::Weight&, anaphora::Gate, const anaphora::Adapters&,            \
+                   const anaphora::Adapters&, bool, float*);                                      \
     void experts(const float*, int, const float*, const anaphora::Experts&, float*);              \
     void norm_heads(float*, int64_t, int, int, int, const anaphora::Norm&);                       \
     void rms_norm(const float*, const anaphora::Norm&, int, int, float*);                         \

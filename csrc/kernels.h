@@ -47,6 +47,38 @@ struct Weight {
     const float* bias;   // padded like scale; may be null
 };
 
+// Which of the ranks a panel of B's columns uses, and where its elements begin in b.
+struct RankSpan {
+    uint16_t first, count;  // in whole panels of ranks
+    uint32_t offset;        // in kPanel * kPanel elements
+};
+
+// What a low-rank adapter adds to the product with one matrix: B (A x), its scaling within B
+// (Hu et al., 2021). A matrix may have several parts, of which each has an A of its own: the ranks
+// of all of them, padded to whole panels part by part, are the rows of `a`.
+//
+//   b   [panel of the matrix][16 * count / depth][16][depth], otherwise as Weight::data; float32:
+//       depth 1
+struct LowRank {
+    int n;     // columns of the matrix
+    Weight a;  // without bias
+    const void* b;
+    const float* scale;     // per column, int8 only
+    const RankSpan* spans;  // per panel
+};
+
+// The rows of a product to which an adapter adds something.
+struct Adapted {
+    int first_row, end_row;
+    const LowRank* delta;
+};
+
+// All of them: ascending, without overlap. In the int8 mode A x is rounded per row and kPanel ranks.
+struct Adapters {
+    const Adapted* segments;
+    int count;
+};
+
 // Root mean square normalisation of a row before it is multiplied; none if weight is null.
 struct Norm {
     const float* weight;
@@ -132,13 +164,15 @@ struct Kernels {
     //   int8:    x is rounded to int8 with one scale per row and group of kGroup; sums of a group
     //            are exact, groups are added in ascending order, rounded at each step
     //   float32: summed over k in ascending order, fused
-    void (*linear)(const float* x, int m, const Norm& norm, const Weight& w, bool is_added,
-                   float* out);
+    // What an adapter adds comes last.
+    void (*linear)(const float* x, int m, const Norm& norm, const Weight& w,
+                   const Adapters& adapters, bool is_added, float* out);
 
     // out [m, down.n] = (gate(gate) * up) down^T + bias, or added, for gate | up = norm(x) w^T + bias
     // with the gated matrix gate_up.
     void (*gated_mlp)(const float* x, int m, const Norm& norm, const Weight& gate_up,
-                      const Weight& down, Gate gate, bool is_added, float* out);
+                      const Weight& down, Gate gate, const Adapters& gate_up_adapters,
+                      const Adapters& down_adapters, bool is_added, float* out);
 
     // Adds to out [m, down.n] what each row's experts give, weighted by the softmax of their router
     // logits [m, experts.count], in the order of the experts' numbers. x [m, gate_up.k].
@@ -194,6 +228,11 @@ void pack_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int n, int k, i
 inline constexpr int64_t mxfp4_panel_bytes(int k) {
     return int64_t{k} / kGroup * (kPanel * kGroup / 2 + kPanel);
 }
+
+// LowRank::b from [n, k] with k ranks: of each panel only its span.
+void pack_ranks_int8(const int8_t* b, int n, int k, const RankSpan* spans, int depth, int offset,
+                     int8_t* out);
+void pack_ranks_f32(const float* b, int n, int k, const RankSpan* spans, float* out);
 
 // The kernel sets this processor can run, best first, and the one in use.
 std::vector<const Kernels*> available_kernels();

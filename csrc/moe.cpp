@@ -128,8 +128,8 @@ void run(const Rows& x, int m, const float* router, const Experts& experts, Prob
     const AlignedVector<Task> first = cut(routes, experts.count, experts.gate_up.n, kGatedPanels);
     parallel_for(static_cast<int>(first.size()), [&](int i) {
         const Task& task = first[i];
-        run_gated_block(problem(inputs, experts.gate_up, task.expert), task.slot, task.slot_end,
-                        task.panel, experts.gate_up.n, gate, hidden);
+        run_gated_block(problem(inputs, experts.gate_up, task.expert), NoDeltas{}, task.slot,
+                        task.slot_end, task.panel, experts.gate_up.n, gate, hidden);
     });
     const AlignedVector<Task> second = cut(routes, experts.count, width, kGatedPanels);
     const Target target{results, width, 0, 0, width, false};

@@ -22,6 +22,22 @@ void pack(const T* w, int n, int k, int64_t k_padded, int depth, int offset, T* 
     }
 }
 
+template <class T>
+void pack_ranks(const T* b, int n, int k, const RankSpan* spans, int depth, int offset, T* out) {
+    for (int panel = 0; panel < panels(n); ++panel) {
+        const RankSpan& span = spans[panel];
+        const int first = kPanel * span.first, count = kPanel * span.count;
+        T* to = out + int64_t{kPanel * kPanel} * span.offset;
+        std::fill(to, to + kPanel * count, static_cast<T>(offset));
+        for (int column = 0; column < std::min(kPanel, n - panel * kPanel); ++column)
+            for (int i = 0; i < count; ++i) {
+                const int64_t from = int64_t{panel * kPanel + column} * k + first + i;
+                to[i / depth * depth * kPanel + column * depth + i % depth] =
+                    static_cast<T>(b[from] + static_cast<T>(offset));
+            }
+    }
+}
+
 int64_t whole_groups(int k) { return (int64_t{k} + kGroup - 1) / kGroup * kGroup; }
 
 }  // namespace
@@ -54,6 +70,14 @@ void pack_mxfp4(const uint8_t* blocks, const uint8_t* exponents, int n, int k, i
             const uint8_t exponent = exponents[row * groups + g];
             group[kPanel * kGroup / 2 + column] = exponent > 0 ? exponent - 1 : 0;
         }
+}
+
+void pack_ranks_int8(const int8_t* b, int n, int k, const RankSpan* spans, int depth, int offset,
+                     int8_t* out) {
+    pack_ranks(b, n, k, spans, depth, offset, out);
+}
+void pack_ranks_f32(const float* b, int n, int k, const RankSpan* spans, float* out) {
+    pack_ranks(b, n, k, spans, 1, 0, out);
 }
 
 int kv_int16_max(int head_dim) {

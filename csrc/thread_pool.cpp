@@ -15,14 +15,6 @@
 namespace anaphora {
 namespace {
 
-inline void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 class Pool {
    public:
     explicit Pool(int num_threads) {

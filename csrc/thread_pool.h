@@ -6,9 +6,19 @@
 
 namespace anaphora {
 
+// For loops that wait for another thread. Never emitted: files of several instruction sets use it.
+__attribute__((always_inline)) inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 void run_tasks(int num_tasks, void (*task)(void* context, int index), void* context);
 
-// Calls body(i) for i in [0, num_tasks), each once, on any thread; returns when all are done.
+// Calls body(i) for i in [0, num_tasks), each once, on any thread; returns when all are done. They
+// are begun in ascending order, so a task may wait for those before it.
 // Calls from several threads take turns; body must not call parallel_for, and must not throw.
 template <class Body>
 void parallel_for(int num_tasks, Body&& body) {

@@ -256,16 +256,24 @@ void run_block(const Problem& p, const Target& target, int row, int row_end, int
         }
 }
 
+// Nothing is added to a product.
+struct NoDeltas {
+    void expect(int, int, int, int) const {}
+    void add(const Target&, int, int, int, int) const {}
+};
+
 // Rows [row, row_end) by kGatedPanels panels of a gated matrix of n columns, from `panel` on:
 // gate(gate, up) goes to `rows` as a group of 32 columns.
-template <class Problem, class Gate, class Rows>
-void run_gated_block(const Problem& p, int row, int row_end, int panel, int n, Gate&& gate,
-                     const Rows& rows) {
+template <class Problem, class Deltas, class Gate, class Rows>
+void run_gated_block(const Problem& p, const Deltas& deltas, int row, int row_end, int panel, int n,
+                     Gate&& gate, const Rows& rows) {
     constexpr int width = kGatedPanels * kPanel;
     thread_local Scratch scratch;
     auto* block = scratch.get<float>(int64_t{kRowBlock} * width);
     const int panel_end = std::min(panel + kGatedPanels, ceil_div(n, kPanel));
+    deltas.expect(row, row_end, panel, panel_end);
     run_block(p, Target{block, width, row, panel, n, false}, row, row_end, panel, panel_end);
+    deltas.add(Target{block, width, row, panel, n, true}, row, row_end, panel, panel_end);
     for (int r = row; r < row_end; ++r) {
         const float* at = block + (r - row) * width;
         const auto gated = [&](int pair) {

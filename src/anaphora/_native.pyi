@@ -50,7 +50,24 @@ class Norm:
 class Rope:
     def __init__(self, cos: _Float, sin: _Float) -> None: ...
 
-def linear(x: _Float, weight: Weight, out: _Float, is_added: bool, norm: Norm | None) -> None: ...
+class LowRank:
+    num_bytes: int
+    def __init__(
+        self, a: Weight, b: npt.NDArray[Any], scale: _Float | None, spans: _Int32
+    ) -> None: ...
+
+class AdaptedRows:
+    def __init__(self, adapters: list[list[LowRank | None]], rows: _Int32) -> None: ...
+
+def linear(
+    x: _Float,
+    weight: Weight,
+    out: _Float,
+    is_added: bool,
+    norm: Norm | None,
+    adapters: AdaptedRows | None,
+    place: int,
+) -> None: ...
 def gated_mlp(
     x: _Float,
     gate_up: Weight,
@@ -59,6 +76,9 @@ def gated_mlp(
     out: _Float,
     is_added: bool,
     norm: Norm | None,
+    adapters: AdaptedRows | None,
+    gate_up_place: int,
+    down_place: int,
 ) -> None: ...
 def experts(
     x: _Float,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from anaphora import errors
+from anaphora.adapter_names import AdapterNames
 from anaphora.config import DEFAULT_MODEL, EngineConfig
 from anaphora.engine.process import (
     Abort,
@@ -43,15 +44,20 @@ from anaphora.loaders.sources import resolve
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import (
+    AdapterInfo,
     CacheAnswer,
     CacheCommand,
     CacheScope,
     CompletionDelta,
+    EngineAnswer,
+    EngineCommand,
     EngineRequest,
     EngineStats,
+    LoadAdapter,
     ModelInfo,
     SamplingParams,
     SequenceOutput,
+    UnloadAdapter,
     Workload,
     add_stats,
 )
@@ -117,6 +123,8 @@ class AsyncLLM:
         self._queues: dict[str, asyncio.Queue[SequenceOutput | EngineError]] = {}
         self._commands: dict[int, asyncio.Future[Answer]] = {}
         self._command_ids = itertools.count()
+        self._names = AdapterNames(config.num_adapters)
+        self._adapter_lock = asyncio.Lock()  # names change one at a time
         self._current_stats = EngineStats()  # of the engine that runs
         self._finished_stats = EngineStats()  # counters of the engines that died
 
@@ -156,6 +164,11 @@ class AsyncLLM:
         return self._text.chat_template
 
     @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The adapters that are loaded, by name."""
+        return self._names.infos
+
+    @property
     def is_ready(self) -> bool:
         """Whether an engine can take requests now."""
         return self._child is not None
@@ -176,26 +189,66 @@ class AsyncLLM:
         *,
         scope: CacheScope | None = None,
         workload: Workload = "interactive",
+        adapter: str | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Streams the output of all ``params.n`` choices, interleaved.
 
-        Checks at once: ``RequestError``, ``EngineUnavailable``. Work begins with the first step of
-        the generator; closing it aborts the request. ``EngineDied`` comes on the way.
+        ``adapter`` names a loaded one; its digest in ``scope`` does the same. Checks at once:
+        ``RequestError``, ``EngineUnavailable``. Work begins with the first step of the generator;
+        closing it aborts the request. ``EngineDied`` comes on the way.
         """
         request = EngineRequest(
             request_id=f"{request_id or 'request'}-{uuid.uuid4().hex}",
             prompt_token_ids=list(prompt_token_ids),
             params=params,
-            scope=scope or CacheScope(),
+            scope=self._names.scope(scope or CacheScope(), adapter),
             workload=workload,
         )
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        self._names.check_loaded(request.scope)
         self._live_child()
         return self._stream(request)
 
+    async def load_adapter(
+        self, name: str, path: str, *, load_inplace: bool = False
+    ) -> AdapterInfo:
+        """Loads the PEFT adapter in the directory ``path``; ``load_inplace`` may replace another.
+
+        Requests that run go on with the weights they began with. Raises ``InvalidRequest`` for the
+        name, ``UnusableAdapter``, ``EngineUnavailable``, ``EngineDied``.
+        """
+        return await asyncio.shield(self._load_adapter(name, path, load_inplace))
+
+    async def _load_adapter(self, name: str, path: str, load_inplace: bool) -> AdapterInfo:
+        # Shielded: who stops waiting must not leave an adapter without a name in the engine.
+        async with self._adapter_lock:
+            self._names.check_new(name, load_inplace=load_inplace)
+            info = (await self._send(LoadAdapter(path=path))).adapter
+            assert info is not None
+            await self._forget(self._names.set(name, info))
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        """New requests are refused at once; what it computed is forgotten and erased.
+
+        Raises ``UnknownModel``, ``EngineUnavailable``, ``EngineDied``.
+        """
+        await asyncio.shield(self._unload_adapter(name))
+
+    async def _unload_adapter(self, name: str) -> None:
+        async with self._adapter_lock:
+            await self._forget(self._names.remove(name))
+
+    async def _forget(self, digest: str | None) -> None:
+        if digest is not None:
+            await self._send(UnloadAdapter(digest=digest))
+
     async def command(self, command: CacheCommand) -> CacheAnswer:
         """Purges or pins. Raises ``RequestError``, ``EngineUnavailable``, ``EngineDied``."""
+        return await self._send(command)
+
+    async def _send(self, command: EngineCommand) -> EngineAnswer:
         child = self._live_child()
         command_id = next(self._command_ids)
         waiting = asyncio.get_running_loop().create_future()
@@ -205,9 +258,7 @@ class AsyncLLM:
             answer: Answer = await waiting
         finally:
             self._commands.pop(command_id, None)
-        if answer.error is not None:
-            raise getattr(errors, answer.error)(answer.message)
-        return answer.answer
+        return _unwrap(answer)
 
     def _live_child(self) -> _Child:
         if self._child is None:
@@ -217,6 +268,7 @@ class AsyncLLM:
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncLLM belongs to the event loop that started it")
+        self._names.check_loaded(request.scope)  # it may have been unloaded since
         child = self._live_child()
         queue: asyncio.Queue[SequenceOutput | EngineError] = asyncio.Queue()
         outputs = RequestOutputs(self._text.tokenizer, request.params)
@@ -244,7 +296,7 @@ class AsyncLLM:
                 await child.send(Abort(request_id, index))
 
     async def _spawn(self) -> _Child:
-        """A process with its model loaded; it is the current one from now on."""
+        """A process with its model and adapters loaded; it is the current one from now on."""
         folder = Path(tempfile.mkdtemp(prefix="anaphora-"))  # for this user alone
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         address = f"ipc://{folder}/engine"
@@ -282,7 +334,10 @@ class AsyncLLM:
                 encode(Configure(self._config, self._public_prefixes))
             )  # waits for its connection
             shutil.rmtree(child.folder, ignore_errors=True)  # done with: kill -9 leaves nothing
-            return decode_up(await child.socket.recv())
+            ready = decode_up(await child.socket.recv())
+            if isinstance(ready, Ready):
+                await self._load_all(child)
+            return ready
 
         message = asyncio.create_task(exchange())
         end = asyncio.create_task(child.process.wait())
@@ -304,6 +359,32 @@ class AsyncLLM:
         assert isinstance(answer, Ready)
         return answer.info
 
+    async def _load_all(self, child: _Child) -> None:
+        """Loads the adapters before the engine takes requests.
+
+        At the start one that cannot be loaded is an error; at a restart it is given up.
+        """
+        is_restart = self._info is not None
+        known = [(name, info.path) for name, info in self._names.infos.items()]
+        for name, path in known if is_restart else self._config.adapters:
+            command = Command(next(self._command_ids), LoadAdapter(path=path))
+            await child.socket.send(encode(command))
+            while not isinstance(answer := decode_up(await child.socket.recv()), Answer):
+                pass  # the counters of an idle engine
+            try:
+                info = _unwrap(answer).adapter
+            except errors.ModelError as error:
+                if not is_restart:
+                    raise type(error)(f"--lora-modules {name}: {error}") from None
+                logger.error("adapter %s is not loaded again: %s", name, error)
+                self._names.remove(name)
+                continue
+            assert info is not None
+            before = self._names.infos.get(name, info)
+            if before.digest != info.digest:
+                logger.warning("adapter %s has changed on disk; it is served as it is now", name)
+            self._names.set(name, info)
+
     async def _supervise(self, child: _Child) -> None:
         """Hands outputs to their requests; replaces the engine whenever it is lost."""
         delay = 0.0
@@ -324,7 +405,8 @@ class AsyncLLM:
                 await asyncio.sleep(delay)
                 delay = min(max(2 * delay, 0.5), _MAX_RESTART_DELAY)
                 try:
-                    child = await self._spawn()
+                    async with self._adapter_lock:
+                        child = await self._spawn()
                 except Exception:
                     logger.exception("no fresh engine; next try in %.1f s", delay)
 
@@ -367,3 +449,9 @@ class AsyncLLM:
             if not waiting.done():
                 waiting.set_exception(error(message))
         self._commands.clear()
+
+
+def _unwrap(answer: Answer) -> EngineAnswer:
+    if answer.error is not None:
+        raise getattr(errors, answer.error)(answer.message)
+    return answer.answer

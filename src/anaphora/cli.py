@@ -26,7 +26,7 @@ from anaphora.cli_common import (
     option,
     table,
 )
-from anaphora.cli_serve import serve
+from anaphora.cli_serve import repeat_lora_modules, serve
 from anaphora.config import EngineConfig, format_size
 from anaphora.errors import AnaphoraError, EngineError, MeasurementError
 
@@ -47,7 +47,8 @@ ModelOption = Annotated[str, option(MODEL_HELP, "Model")]
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. A mistake of the user's is one red line and exit status 2."""
     try:
-        app(args=None if argv is None else list(argv), prog_name="anaphora")
+        words = sys.argv[1:] if argv is None else argv
+        app(args=repeat_lora_modules(words), prog_name="anaphora")
     except AnaphoraError as error:
         line = Text(f"error: {error}", style="red")
         Console(stderr=True, soft_wrap=True).print(line)

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 _DEFAULTS = EngineConfig()
 _GRACE_SECONDS = 10.0
-_TIERS, _SHARING = "Tiers below the cache", "Sharing the cache"
+_LORA_MODULES = "--lora-modules"
+_TIERS, _SHARING, _ADAPTERS = "Tiers below the cache", "Sharing the cache", "Adapters"
 
 
 def _size(name: str) -> Callable[[str | int], int]:
@@ -193,6 +194,25 @@ CacheShares = Annotated[
     ),
 ]
 PinQuota = Annotated[float, option("Part of the cache that one tenant may pin, 0 to 1.", _SHARING)]
+LoraModules = Annotated[
+    list[str],
+    option(
+        "LoRA adapter to load: a directory as PEFT saves it, and the model name that clients send "
+        "for it; repeat for several.",
+        _ADAPTERS,
+        _LORA_MODULES,
+        metavar="NAME=PATH",
+    ),
+]
+MaxLoras = Annotated[
+    int | None,
+    option(
+        "Adapters loaded at a time, also those that the admin loads later; memory is kept free for "
+        "them. [dim](those of --lora-modules)[/dim]",
+        _ADAPTERS,
+    ),
+]
+MaxLoraRank = Annotated[int, option("Highest rank of an adapter.", _ADAPTERS)]
 PublicPrefixes = Annotated[
     list[str],
     option(
@@ -233,6 +253,9 @@ def serve(
     cache_share: CacheShares = _DEFAULTS.cache_share,  # type: ignore[assignment]
     public_prefix: PublicPrefixes = _DEFAULTS.public_prefix,  # type: ignore[assignment]
     pin_quota: PinQuota = _DEFAULTS.pin_quota,
+    lora_modules: LoraModules = _DEFAULTS.lora_modules,  # type: ignore[assignment]
+    max_loras: MaxLoras = _DEFAULTS.max_loras,
+    max_lora_rank: MaxLoraRank = _DEFAULTS.max_lora_rank,
     max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxBatchedTokens = _DEFAULTS.max_num_batched_tokens,
     threads: Threads = _DEFAULTS.threads,
@@ -267,6 +290,9 @@ def serve(
         cache_share=tuple(cache_share),
         public_prefix=tuple(map(_read_prefix, public_prefix)),
         pin_quota=pin_quota,
+        lora_modules=tuple(lora_modules),
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         threads=threads,
@@ -274,6 +300,20 @@ def serve(
     tenants = _tenants(api_key, admin_key)
     with bind(host, port, tenants=tenants) as sock:
         asyncio.run(_serve(config, served_model_name or (), tenants, metrics_tenants, sock))
+
+
+def repeat_lora_modules(argv: Sequence[str]) -> list[str]:
+    """One option for each NAME=PATH: as in vLLM, several may follow one."""
+    result: list[str] = []
+    is_module = False
+    for word in argv:
+        if is_module and "=" in word and not word.startswith("-"):
+            if result[-1] != _LORA_MODULES:
+                result.append(_LORA_MODULES)
+        else:
+            is_module = word == _LORA_MODULES
+        result.append(word)
+    return result
 
 
 async def _serve(
@@ -298,7 +338,8 @@ async def _serve(
         web_app = create_app(
             llm, tenants, served_model_names=names, metrics_tenants=metrics_tenants
         )
-        Console().print(_resolved(config, llm.info, names, url_of(sock), tenants))
+        served = [*names, *llm.adapters]
+        Console().print(_resolved(config, llm.info, served, url_of(sock), tenants))
         server = build_server(web_app)
         leaving = asyncio.create_task(_close_when_leaving(server, llm))
         await server.serve(sockets=[sock])
@@ -362,6 +403,7 @@ def _resolved(
         "served as": ", ".join(names),
         "context": f"{info.max_model_len:,} tokens",
         "weights": f"{format_size(info.weight_bytes)}, {info.dtype}",
+        **_adapters(config, info),
         **dict(_tiers(config, info)),
         "prefix caching": "on" if info.enable_prefix_caching else "off",
         "step": f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens at most",
@@ -372,6 +414,14 @@ def _resolved(
     for name, value in rows.items():
         result.add_row(name, value)
     return result
+
+
+def _adapters(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
+    if not info.max_loras:
+        return {}
+    kept = f"up to {info.max_loras} of rank {info.max_lora_rank}"
+    loaded = f"{len(config.lora_modules)} loaded"
+    return {"adapters": f"{loaded}, {kept}: {format_size(info.adapter_bytes)} kept free"}
 
 
 def _tiers(config: EngineConfig, info: ModelInfo) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,10 @@ _LIMITS = {
     "kv_cache_memory": 2**63 - 1,
     "threads": 1024,  # as csrc/bindings.cpp
     "disk_cache_size": 2**63 - 1,
+    "max_lora_rank": 4096,
 }
+
+ADAPTER_NAME = re.compile(r"[!-<>-~]{1,128}")  # printable ASCII without space and '='
 
 _SIZES = ("kv_cache_memory", "disk_cache_size")
 
@@ -83,6 +86,9 @@ class EngineConfig:
     pin_quota: float = 0.1  # part of tier 1 that one tenant may pin
     public_prefix: tuple[str, ...] = ()  # system prompts whose blocks all tenants share
     chat_date: str | None = None  # YYYY-MM-DD for chat templates that print it; None: today
+    lora_modules: tuple[str, ...] = ()  # adapters loaded at start, each NAME=PATH
+    max_loras: int | None = None  # loaded at a time; None: as many as lora_modules has
+    max_lora_rank: int = 64
     audit_hits: float = 0.0  # part of the hits that are computed again and compared
     threads: int | None = None  # None: the cores this process may use
 
@@ -120,6 +126,38 @@ class EngineConfig:
 
         self._check_tiers()
         self.template_date  # noqa: B018  raises
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        names = [name for name, _ in self.adapters]
+        for module, (name, path) in zip(self.lora_modules, self.adapters, strict=True):
+            if not ADAPTER_NAME.fullmatch(name) or not path:
+                raise ConfigError(
+                    f"--lora-modules is {module!r}; write NAME=PATH with a name of 1 to 128 "
+                    "printable ASCII characters without spaces"
+                )
+            if names.count(name) > 1:
+                raise ConfigError(f"--lora-modules has {name!r} twice; give each adapter a name")
+        if self.max_loras is None:
+            return
+        if isinstance(self.max_loras, bool) or not isinstance(self.max_loras, int):
+            raise ConfigError(f"max_loras is {self.max_loras!r}; it must be a whole number")
+        if not len(names) <= self.max_loras <= 4096:
+            raise ConfigError(
+                f"--max-loras is {self.max_loras}; it must be at least {len(names)}, the number of "
+                "--lora-modules, and at most 4096"
+            )
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """Name and path of each adapter that is loaded at start."""
+        parts = [module.partition("=") for module in self.lora_modules]
+        return [(name, path) for name, _, path in parts]
+
+    @property
+    def num_adapters(self) -> int:
+        """How many may be loaded at a time."""
+        return len(self.lora_modules) if self.max_loras is None else self.max_loras
 
     @property
     def template_date(self) -> datetime.date | None:

@@ -6,7 +6,8 @@ AnaphoraError
 │   ├── ModelNotFound      no such alias, file, directory or hub id
 │   ├── LicenceNotAccepted a model whose terms must be accepted before it is fetched
 │   ├── UnsupportedModel   an architecture, tensor type or field we lack
-│   └── CorruptCheckpoint  truncated, mis-shaped or damaged files
+│   ├── CorruptCheckpoint  truncated, mis-shaped or damaged files
+│   └── UnusableAdapter    a LoRA adapter that this model cannot take      → 400 over HTTP
 ├── RequestError           the client's mistake, with an HTTP status        → 4xx
 │   ├── InvalidRequest     400, names the field
 │   ├── ContextTooLong     400, context_length_exceeded
@@ -53,6 +54,10 @@ class UnsupportedModel(ModelError):
 
 class CorruptCheckpoint(ModelError):
     """The checkpoint's files are truncated, mis-shaped or damaged."""
+
+
+class UnusableAdapter(ModelError):
+    """A LoRA adapter is damaged, was made for another model, or needs what we lack."""
 
 
 class RequestError(AnaphoraError):

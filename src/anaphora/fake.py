@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import hashlib
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from anaphora.adapter_names import AdapterNames
 from anaphora.errors import EngineDied, EngineUnavailable, RequestError
 from anaphora.fake_cache import TIER, FakeCache
 from anaphora.text import harmony
@@ -23,6 +25,7 @@ from anaphora.text.output import Output
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.text.vocabulary import TokenType, Vocabulary
 from anaphora.types import (
+    AdapterInfo,
     CacheAnswer,
     CacheCommand,
     CacheReport,
@@ -33,6 +36,7 @@ from anaphora.types import (
     FinishReason,
     ModelInfo,
     OutputFormat,
+    PurgeCache,
     SamplingParams,
     TierCounters,
     TokenLogprob,
@@ -126,12 +130,18 @@ class FakeLLM:
         token_delay: float = 0.0,
         enable_prefix_caching: bool = True,
         output_format: OutputFormat = "text",
+        max_loras: int = 4,
         chat_date: datetime.date | None = None,
     ) -> None:
         control, template = _FORMATS[output_format]
         self.tokenizer = byte_tokenizer(control)
         self.info = _fake_info(
-            name, max_model_len, block_size, enable_prefix_caching, self.tokenizer.vocab_size
+            name,
+            max_model_len,
+            block_size,
+            enable_prefix_caching,
+            self.tokenizer.vocab_size,
+            max_loras,
         )
         self.chat_template: ChatTemplate | None = ChatTemplate(
             template, self.tokenizer, date=chat_date
@@ -145,6 +155,7 @@ class FakeLLM:
         self._cache = FakeCache(block_size, is_enabled=enable_prefix_caching)
         self._unavailable: EngineUnavailable | None = None
         self._num_deaths = 0
+        self._names = AdapterNames(max_loras)
 
     def enqueue(
         self,
@@ -225,6 +236,7 @@ class FakeLLM:
             workload=workload,
         )
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        self._names.check_loaded(scope)
         script = self._scripts.popleft() if self._scripts else _Script(answer=None)
         if isinstance(script.error, RequestError | EngineUnavailable) and not script.answer:
             raise script.error
@@ -283,6 +295,29 @@ class FakeLLM:
         _, is_chat, turn = text.rpartition("<|im_start|>user\n")
         said = turn.partition("<|im_end|>")[0] if is_chat else self.tokenizer.decode(prompt)
         return "You said: " + said[-_MAX_ECHO_CHARS:]
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """As ``AsyncLLM.adapters``."""
+        return self._names.infos
+
+    async def load_adapter(
+        self, name: str, path: str, *, load_inplace: bool = False
+    ) -> AdapterInfo:
+        """As ``AsyncLLM.load_adapter``, but nothing is read: an adapter is its path."""
+        self._names.check_new(name, load_inplace=load_inplace)
+        digest = hashlib.sha256(path.encode()).hexdigest()
+        info = AdapterInfo(path=path, digest=digest, rank=1, num_bytes=0)
+        await self._forget(self._names.set(name, info))
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        """As ``AsyncLLM.unload_adapter``."""
+        await self._forget(self._names.remove(name))
+
+    async def _forget(self, digest: str | None) -> None:
+        if digest is not None:
+            await self.command(PurgeCache(adapter=digest))
 
     async def command(self, command: CacheCommand) -> CacheAnswer:
         """As ``AsyncLLM.command``, but without a quota of pins."""
@@ -391,7 +426,12 @@ class _Choice:
 
 
 def _fake_info(
-    name: str, max_model_len: int, block_size: int, enable_prefix_caching: bool, vocab_size: int
+    name: str,
+    max_model_len: int,
+    block_size: int,
+    enable_prefix_caching: bool,
+    vocab_size: int,
+    max_loras: int,
 ) -> ModelInfo:
     return ModelInfo(
         name=name,
@@ -414,4 +454,5 @@ def _fake_info(
         enable_prefix_caching=enable_prefix_caching,
         threads=1,
         kernels="none",
+        max_loras=max_loras,
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from anaphora.adapter_names import AdapterNames
 from anaphora.config import DEFAULT_MODEL, EngineConfig
 from anaphora.engine.engine import Engine
 from anaphora.errors import ConfigError, EngineError, InvalidRequest
@@ -24,6 +25,7 @@ from anaphora.text.formats import output_reader
 from anaphora.text.output import Output
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import (
+    AdapterInfo,
     CacheAnswer,
     CacheCommand,
     CacheReport,
@@ -32,11 +34,13 @@ from anaphora.types import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    LoadAdapter,
     Message,
     ModelInfo,
     SamplingParams,
     SequenceOutput,
     TokenLogprob,
+    UnloadAdapter,
     Workload,
 )
 
@@ -193,6 +197,9 @@ class LLM:
         self._engine = Engine(config, public)
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
+        self._names = AdapterNames(config.num_adapters)
+        for name, path in config.adapters:
+            self.load_adapter(name, path)
 
     @property
     def info(self) -> ModelInfo:
@@ -211,10 +218,12 @@ class LLM:
         *,
         scope: CacheScope | None = None,
         workload: Workload = "interactive",
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Completions of one text or of several prompts, batched, in the prompts' order.
 
         A prompt is a text or a list of token ids; the ``n`` choices of one stand side by side.
+        ``adapter`` names a loaded one.
         Raises ``RequestError``, and ``EngineError`` if the model fails on one of them.
         """
         if isinstance(prompts, str):
@@ -225,7 +234,7 @@ class LLM:
                 param="prompts",
             )
         encoded = [self._text.encode(prompt) for prompt in prompts]
-        return self._run(encoded, params, scope or CacheScope(), workload)
+        return self._run(encoded, params, scope or CacheScope(), workload, adapter)
 
     def chat(
         self,
@@ -235,6 +244,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         scope: CacheScope | None = None,
         workload: Workload = "interactive",
+        adapter: str | None = None,
     ) -> Completion:
         """The answer to a conversation; with n > 1 use ``generate``.
 
@@ -248,7 +258,7 @@ class LLM:
             raise InvalidRequest("this model has no chat template; use generate()")
         params = template.reading(params, tools)
         token_ids = template.encode(messages, tools=tools)
-        return self._run([token_ids], params, scope or CacheScope(), workload)[0]
+        return self._run([token_ids], params, scope or CacheScope(), workload, adapter)[0]
 
     def stats(self) -> EngineStats:
         """Counters since the start and gauges of now."""
@@ -270,15 +280,43 @@ class LLM:
         with self._lock:
             return self._engine.command(command)
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The adapters that are loaded, by name."""
+        return self._names.infos
+
+    def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> AdapterInfo:
+        """Loads the PEFT adapter in the directory ``path``; ``load_inplace`` may replace another.
+
+        Raises ``InvalidRequest`` for the name, and ``UnusableAdapter``.
+        """
+        with self._lock:
+            self._names.check_new(name, load_inplace=load_inplace)
+            info = self._engine.command(LoadAdapter(path=path)).adapter
+            assert info is not None
+            self._forget(self._names.set(name, info))
+        return info
+
+    def unload_adapter(self, name: str) -> None:
+        """What it computed is forgotten and erased. Raises ``UnknownModel``."""
+        with self._lock:
+            self._forget(self._names.remove(name))
+
+    def _forget(self, digest: str | None) -> None:
+        if digest is not None:
+            self._engine.command(UnloadAdapter(digest=digest))
+
     def _run(
         self,
         prompts: list[list[int]],
         params: SamplingParams,
         scope: CacheScope,
         workload: Workload,
+        adapter: str | None,
     ) -> list[Completion]:
         _check_params(params)
         with self._lock:
+            scope = self._names.scope(scope, adapter)
             return self._run_locked(prompts, params, scope, workload)
 
     def _run_locked(

@@ -370,6 +370,30 @@ class ListPins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 CacheCommand = PurgeCache | PinPrefix | EndPin | ListPins
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read a LoRA adapter; requests name it by the digest that comes back."""
+
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No new request uses it. What it computed is purged now, and again when its requests end."""
+
+    digest: str
+
+
+EngineCommand = CacheCommand | LoadAdapter | UnloadAdapter
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that is loaded."""
+
+    path: str  # as it was given
+    digest: str  # SHA-256 of all that decides its results, in hexadecimal
+    rank: int  # the largest
+    num_bytes: int  # of memory
+
+
 class PinInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix that is kept."""
 
@@ -390,6 +414,12 @@ class CacheAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     purged: dict[str, PurgeCounts] = {}  # by tier
     pins: list[PinInfo] = []
+
+
+class EngineAnswer(CacheAnswer, frozen=True, kw_only=True):
+    """What an ``EngineCommand`` did."""
+
+    adapter: AdapterInfo | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -415,6 +445,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     threads: int
     kernels: str  # for example "native avx2"
+    max_loras: int = 0  # adapters that may be loaded at a time
+    max_lora_rank: int = 0
+    adapter_bytes: int = 0  # of memory, kept free for them
 
     @property
     def num_cache_tokens(self) -> int:

@@ -15,7 +15,7 @@ def load(path, ops):
         return load_model(checkpoint, ops)
 
 
-def all_logits(model, token_ids, kv_dtype="float32"):
+def all_logits(model, token_ids, kv_dtype="float32", adapters=None):
     """Logits [T, vocab] of one sequence in one chunk."""
     c = model.config
     model.set_max_model_len(2048)
@@ -36,6 +36,7 @@ def all_logits(model, token_ids, kv_dtype="float32"):
         slots=span.astype(np.int64),
         block_tables=np.arange(num_blocks, dtype=np.int32)[None],
         logit_rows=span.astype(np.int32),
+        adapters=adapters,
     )
     return model.forward(batch, store)
 

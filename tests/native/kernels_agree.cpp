@@ -81,6 +81,38 @@ struct Stack {
     }
 };
 
+// What a random adapter adds to a matrix, for the rows [first, end).
+struct Adapter {
+    int ranks = kPanel * any(1, 3), n, first, end;
+    Matrix a, b;
+    std::vector<RankSpan> spans;
+    std::vector<float> memory[2];
+    LowRank delta{};
+
+    Adapter(const Matrix& w, int first_, int end_)
+        : n(w.n), first(first_), end(end_), a(ranks, w.k), b(w.n, ranks) {
+        uint32_t size = 0;
+        for (int panel = 0; panel < padded(n) / kPanel; ++panel) {
+            const int begin = any(0, ranks / kPanel), count = any(0, ranks / kPanel - begin);
+            spans.push_back({static_cast<uint16_t>(begin), static_cast<uint16_t>(count), size});
+            size += count;
+        }
+        memory[1].assign(size * kPanel * kPanel, 0.0f);
+    }
+
+    Adapted packed(const Kernels& set, bool is_int8) {
+        Weight ranks_of = a.packed(set, is_int8, memory[0]);
+        ranks_of.bias = nullptr;
+        if (is_int8)
+            pack_ranks_int8(b.bytes.data(), n, ranks, spans.data(), set.depth, set.weight_offset,
+                            reinterpret_cast<int8_t*>(memory[1].data()));
+        else
+            pack_ranks_f32(b.floats.data(), n, ranks, spans.data(), memory[1].data());
+        delta = {n, ranks_of, memory[1].data(), is_int8 ? b.scale.data() : nullptr, spans.data()};
+        return {first, end, &delta};
+    }
+};
+
 // A random problem's results of one kernel set, all in one vector.
 struct Problem {
     bool is_int8 = any(0, 1) == 1, is_normed = any(0, 1) == 1;
@@ -96,6 +128,9 @@ struct Problem {
     std::vector<float> router = normals(int64_t{m} * num_experts);
     Stack expert_up{num_experts, 2 * expert_hidden, expert_k};
     Stack expert_down{num_experts, expert_k, expert_hidden};
+    int middle = any(0, m - 1);  // one adapter for the rows before it, others for those after it
+    Adapter before{w, 0, middle}, after{w, middle, m}, of_gate_up{gate_up, middle, m},
+        of_down{down, middle, m};
 
     KVType type = static_cast<KVType>(any(0, 3));
     int kv_heads = any(1, 3), group = any(1, 4), dim = 8 * any(1, 10);
@@ -127,15 +162,22 @@ struct Problem {
         qkv = normals(rows * (group + 2) * kv_heads * dim);
     }
 
-    std::vector<float> run(const Kernels& set) const {
+    std::vector<float> run(const Kernels& set) {
         std::vector<float> results, memory[3];
         const Norm norms{is_normed ? norm.data() : nullptr, 1e-5f};
         std::vector<float> out(int64_t{m} * n, 0.5f);
-        set.linear(x.data(), m, norms, w.packed(set, is_int8, memory[0]), true, out.data());
+        std::vector<Adapted> rows_of;
+        if (middle > 0) rows_of.push_back(before.packed(set, is_int8));
+        rows_of.push_back(after.packed(set, is_int8));
+        set.linear(x.data(), m, norms, w.packed(set, is_int8, memory[0]),
+                   {rows_of.data(), static_cast<int>(rows_of.size())}, true, out.data());
         results.insert(results.end(), out.begin(), out.end());
         out.assign(int64_t{m} * k, 0.5f);
+        const Adapted first = of_gate_up.packed(set, is_int8),
+                      second = of_down.packed(set, is_int8);
         set.gated_mlp(x.data(), m, norms, gate_up.packed(set, is_int8, memory[1]),
-                      down.packed(set, is_int8, memory[2]), gate, false, out.data());
+                      down.packed(set, is_int8, memory[2]), gate, {&first, 1}, {&second, 1}, false,
+                      out.data());
         results.insert(results.end(), out.begin(), out.end());
         std::vector<uint8_t> stacks[2];
         const Experts experts{num_experts,
@@ -184,7 +226,7 @@ int main(int argc, char** argv) {
     for (const Kernels* set : sets) std::printf("%s ", set->name);
     std::printf("\n");
     for (int i = 0; i < cases; ++i) {
-        const Problem problem;
+        Problem problem;
         const std::vector<float> expected = problem.run(portable);
         for (const Kernels* set : sets) {
             const std::vector<float> found = problem.run(*set);

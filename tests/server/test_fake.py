@@ -37,7 +37,7 @@ def text_of(deltas: list[CompletionDelta], index: int = 0) -> str:
 
 def test_it_is_a_served_llm() -> None:
     members = [name for name in vars(ServedLLM) if not name.startswith("_")]
-    assert len(members) == 8
+    assert len(members) == 11
     llm = FakeLLM()
     assert all(hasattr(llm, name) for name in members)
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from anaphora.fake import FakeLLM
+from anaphora.server.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.fields import UNSUPPORTED
 from anaphora.server.schemas import (
@@ -28,6 +29,8 @@ SCHEMAS = {
     "/detokenize": DetokenizeRequest,
     "/cache/pins": PinRequest,
     "/cache/purge": PurgeRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
 GOOD: dict[str, Any] = {
     "model": "fake",
@@ -36,6 +39,8 @@ GOOD: dict[str, Any] = {
     "tokens": [1],
     "max_tokens": 2,
     "scope": "prefix",
+    "lora_name": "x",
+    "lora_path": "/x",
 }
 scalars = (
     st.none()

@@ -22,6 +22,7 @@ from anaphora.cache.tiers import Tier
 from anaphora.cache.windows import Window
 from anaphora.config import EngineConfig
 from anaphora.engine import sampler
+from anaphora.engine.adapters import LoadedAdapters
 from anaphora.engine.audit import Auditor
 from anaphora.engine.memory import create_storages, plan_max_model_len, plan_num_blocks
 from anaphora.engine.runner import ModelRunner
@@ -36,17 +37,20 @@ from anaphora.ops.api import Array, Ops
 from anaphora.ops.kv_store import KVLayout
 from anaphora.ops.native import NativeOps
 from anaphora.types import (
-    CacheAnswer,
     CacheCommand,
+    EngineAnswer,
+    EngineCommand,
     EngineRequest,
     EngineStats,
     FinishReason,
     ListPins,
+    LoadAdapter,
     ModelInfo,
     PinPrefix,
     PurgeCache,
     SequenceOutput,
     TierCounters,
+    UnloadAdapter,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,8 +86,12 @@ class Engine:
             block_size=config.block_size,
             dtype=config.resolved_kv_cache_dtype,
         )
+        self.adapters = LoadedAdapters(model, config)
         num_blocks = plan_num_blocks(
-            config, weight_bytes=model.sizes.weight_bytes, block_bytes=layout.block_bytes
+            config,
+            weight_bytes=model.sizes.weight_bytes,
+            block_bytes=layout.block_bytes,
+            adapter_bytes=self.adapters.reserved_bytes,
         )
         window = None
         if layout.num_window_tables:
@@ -118,7 +126,7 @@ class Engine:
         whole_bytes = layout.block_bytes * (1 + layout.num_window_tables)
         storages = create_storages(
             config,
-            taken_bytes=model.sizes.weight_bytes + kv_bytes,
+            taken_bytes=model.sizes.weight_bytes + self.adapters.reserved_bytes + kv_bytes,
             block_bytes=whole_bytes,
             disk_key=disk_key,
             identity=BlockHasher(secret, model_fields).root({}),
@@ -147,6 +155,9 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             threads=threads,
             kernels=ops.name,
+            max_loras=config.num_adapters,
+            max_lora_rank=config.max_lora_rank,
+            adapter_bytes=self.adapters.reserved_bytes,
         )
         store = ops.create_kv_store(layout, num_blocks, lock=config.lock_memory)
         self.runner = ModelRunner(model, store)
@@ -205,6 +216,7 @@ class Engine:
                 max_tokens=min(request.params.max_tokens or longest, longest),
                 owner=owner,
                 num_public_blocks=self.cache.num_public_blocks(request.prompt_token_ids, scope),
+                adapter=self.adapters.hold(scope.adapter),
             )
             for index in range(request.params.n)
         ]
@@ -299,6 +311,9 @@ class Engine:
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(seq, reason)
+        adapter = seq.owner.adapter
+        if self.adapters.release(adapter):  # it was unloaded while this went on
+            self.cache.purge(adapter=adapter)
         if all(choice.is_finished for choice in self._requests[seq.request_id]):
             del self._requests[seq.request_id]
 
@@ -312,21 +327,29 @@ class Engine:
         """Whether an idle engine should go on stepping: an audit, or blocks on their way down."""
         return self.auditor.has_work or self.cache.hierarchy.num_under_way > 0
 
-    def command(self, command: CacheCommand) -> CacheAnswer:
-        """Purges or pins. Raises ``RequestError``."""
+    def command(self, command: EngineCommand) -> EngineAnswer:
+        """Purges, pins, loads or unloads. Raises ``RequestError`` and ``UnusableAdapter``."""
+        if isinstance(command, LoadAdapter):
+            return EngineAnswer(adapter=self.adapters.load(command.path))
+        if isinstance(command, UnloadAdapter):
+            self.adapters.unload(command.digest)
+            return self._command_cache(PurgeCache(adapter=command.digest))
+        return self._command_cache(command)
+
+    def _command_cache(self, command: CacheCommand) -> EngineAnswer:
         cache = self.cache
         if isinstance(command, PurgeCache):
             self.auditor.cancel()  # it would go on to compute what is being purged
             prefix = None if command.prefix is None else (command.scope, command.prefix)
             purged = cache.purge(tenant=command.tenant, adapter=command.adapter, prefix=prefix)
-            return CacheAnswer(purged=purged)
+            return EngineAnswer(purged=purged)
         if isinstance(command, PinPrefix):
-            return CacheAnswer(pins=[cache.pin(command.scope, command.token_ids, command.seconds)])
+            return EngineAnswer(pins=[cache.pin(command.scope, command.token_ids, command.seconds)])
         if isinstance(command, ListPins):
-            return CacheAnswer(pins=cache.pins.list(command.tenant))
+            return EngineAnswer(pins=cache.pins.list(command.tenant))
         if not cache.pins.remove(command.tenant, command.pin_id):
             raise UnknownPin(f"there is no pin {command.pin_id!r}; GET /cache/pins lists them")
-        return CacheAnswer()
+        return EngineAnswer()
 
     def close(self) -> None:
         """Ends the threads; a persistent tier gets what it does not have yet."""

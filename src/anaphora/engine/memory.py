@@ -12,17 +12,24 @@ from anaphora.errors import ConfigError
 from anaphora.machine import usable_memory
 
 
-def plan_num_blocks(config: EngineConfig, *, weight_bytes: int, block_bytes: int) -> int:
-    """Blocks that fit the budget; raises ``ConfigError`` if not even one does."""
+def plan_num_blocks(
+    config: EngineConfig, *, weight_bytes: int, block_bytes: int, adapter_bytes: int = 0
+) -> int:
+    """Blocks that fit the budget; raises ``ConfigError`` if not even one does.
+
+    ``adapter_bytes`` are kept free for adapters that are loaded later.
+    """
     if config.kv_cache_memory is not None:
         budget = config.kv_cache_memory
         remedy = "raise --kv-cache-memory"
     else:
         usable = usable_memory()
-        budget = int(usable * config.gpu_memory_utilization) - weight_bytes
+        budget = int(usable * config.gpu_memory_utilization) - weight_bytes - adapter_bytes
         remedy = (
             f"raise --gpu-memory-utilization ({config.gpu_memory_utilization} of "
-            f"{format_size(usable)}, and the weights take {format_size(weight_bytes)})"
+            f"{format_size(usable)}, and the weights take {format_size(weight_bytes)}"
+            + (f", --max-loras adapters {format_size(adapter_bytes)}" if adapter_bytes else "")
+            + ")"
         )
     num_blocks = budget // block_bytes
     if num_blocks < 1:

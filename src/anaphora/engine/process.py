@@ -18,10 +18,10 @@ import zmq
 
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
-from anaphora.errors import AnaphoraError, RequestError
+from anaphora.errors import AnaphoraError, ModelError, RequestError
 from anaphora.types import (
-    CacheAnswer,
-    CacheCommand,
+    EngineAnswer,
+    EngineCommand,
     EngineRequest,
     EngineStats,
     ModelInfo,
@@ -79,17 +79,17 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
-    """Something to do with the cache, between two steps."""
+    """Something to do between two steps."""
 
     command_id: int
-    command: CacheCommand
+    command: EngineCommand
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
     """What a command did, or why it could not; ``error`` is the name of a class in ``errors``."""
 
     command_id: int
-    answer: CacheAnswer
+    answer: EngineAnswer
     stats: EngineStats
     error: str | None = None
     message: str = ""
@@ -153,10 +153,10 @@ class EngineProcess:
         return True
 
     def _obey(self, engine: Engine, message: Command) -> None:
-        answer, error, reason = CacheAnswer(), None, ""
+        answer, error, reason = EngineAnswer(), None, ""
         try:
             answer = engine.command(message.command)
-        except RequestError as refusal:
+        except (RequestError, ModelError) as refusal:
             error, reason = type(refusal).__name__, str(refusal)
         self._socket.send(encode(Answer(message.command_id, answer, engine.stats(), error, reason)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from anaphora.models.registry import Model
 from anaphora.ops.api import Array
 from anaphora.ops.batch import NO_SLOT, Batch, Int32, Int64
 from anaphora.ops.kv_store import KVStore
+from anaphora.ops.lora import AdaptedRows, Adapter
 
 
 class ModelRunner:
@@ -19,29 +21,53 @@ class ModelRunner:
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
         self.store = store
+        self._adapters = AdaptedRows(())  # of the latest step that had any
 
     def run(self, chunks: list[Chunk]) -> Array:
         """Logits [R, vocab], one row for each chunk that reaches its sequence's end, in order."""
         layout = self.store.layout
         batch = make_batch(chunks, layout.block_size, layout.num_window_tables)
+        if (adapters := batch.adapters) is not None:
+            if adapters.segments != self._adapters.segments:
+                self._adapters = adapters
+            # Decode steps are alike: the backend need not look everything up again.
+            batch = dataclasses.replace(batch, adapters=self._adapters)
         return self.model.forward(batch, self.store)
 
 
+def _by_adapter(chunks: list[Chunk]) -> list[int]:
+    """Positions of the chunks in an order in which those of one adapter are neighbours."""
+    first_of: dict[Adapter | None, int] = {None: -1}
+    for index, chunk in enumerate(chunks):
+        first_of.setdefault(chunk.seq.adapter, index)
+    if len(first_of) == 1:
+        return list(range(len(chunks)))
+    return sorted(range(len(chunks)), key=lambda i: first_of[chunks[i].seq.adapter])
+
+
 def make_batch(chunks: list[Chunk], block_size: int, num_window_tables: int = 0) -> Batch:
-    """The chunks' tokens side by side."""
+    """The chunks' tokens side by side; the logits of the last ones in the order of the chunks."""
+    order = _by_adapter(chunks)
+    chunks = [chunks[i] for i in order]
     # Lists of numbers: for a decode's few tokens NumPy's calls would take longer than the work.
     token_ids: list[int] = []
     positions: list[int] = []
     seq_index: list[int] = []
-    logit_rows: list[int] = []
-    for row, chunk in enumerate(chunks):
+    last_rows: dict[int, int] = {}  # of the chunks whose logits are wanted
+    segments: list[tuple[Adapter, int, int]] = []
+    for row, (index, chunk) in enumerate(zip(order, chunks, strict=True)):
         seq = chunk.seq
         span = range(seq.num_computed_tokens, seq.num_computed_tokens + chunk.num_tokens)
         token_ids += seq.token_ids[span.start : span.stop]
         positions += span
         seq_index += [row] * len(span)
         if chunk.is_last:
-            logit_rows.append(len(token_ids) - 1)
+            last_rows[index] = len(token_ids) - 1
+        if seq.adapter is not None:
+            first = len(token_ids) - len(span)
+            if segments and segments[-1][0] is seq.adapter and segments[-1][2] == first:
+                first = segments.pop()[1]
+            segments.append((seq.adapter, first, len(token_ids)))
     slots, block_tables = _table(chunks, [c.seq.block_table for c in chunks], block_size)
     windows = [
         _table(chunks, [c.seq.window.tables[i] for c in chunks], block_size)
@@ -53,7 +79,8 @@ def make_batch(chunks: list[Chunk], block_size: int, num_window_tables: int = 0)
         seq_index=np.array(seq_index, np.int32),
         slots=slots,
         block_tables=block_tables,
-        logit_rows=np.array(logit_rows, np.int32),
+        logit_rows=np.array([last_rows[i] for i in sorted(last_rows)], np.int32),
+        adapters=AdaptedRows(tuple(segments)) if segments else None,
         window_slots=tuple(slots for slots, _ in windows),
         window_tables=tuple(tables for _, tables in windows),
     )

@@ -13,6 +13,7 @@ from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.manager import Admission
 from anaphora.cache.shares import Owner
 from anaphora.cache.windows import WindowState
+from anaphora.ops.lora import Adapter
 from anaphora.types import WORKLOADS, CacheReport, FinishReason, SamplingParams
 
 
@@ -48,6 +49,7 @@ class Sequence:
         max_tokens: int,
         owner: Owner,
         num_public_blocks: int = 0,
+        adapter: Adapter | None = None,
     ) -> None:
         # Set once.
         self.request_id = request_id
@@ -59,6 +61,7 @@ class Sequence:
         self.owner = owner  # of the blocks that it computes
         self.rank = WORKLOADS.index(owner.workload)  # 0 for the most urgent kind of work
         self.num_public_blocks = num_public_blocks  # at its start, shared by all tenants
+        self.adapter = adapter  # that it began with, and ends with
 
         # Filled by the scheduler.
         self.status = SequenceStatus.WAITING

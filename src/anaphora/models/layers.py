@@ -14,6 +14,7 @@ import numpy.typing as npt
 from anaphora.loaders.checkpoint import Checkpoint
 from anaphora.loaders.packed import PackedWeights
 from anaphora.models.config import ModelConfig, RopeScaling
+from anaphora.models.lora import AdapterPlace
 from anaphora.ops.api import Array, Linear, Norm, Ops
 
 PackLinear = Callable[[Array, Array | None], Linear]
@@ -39,6 +40,7 @@ class LayerLoader:
         self._checkpoint = checkpoint
         self._ops = ops
         self._packed = packed
+        self.adapter_places: list[AdapterPlace] = []  # of the linears, in their order
         self._linears: list[Linear] = []
         self._other_bytes = 0  # of the embedding
         self._norm_bytes = 0
@@ -94,7 +96,11 @@ class LayerLoader:
                 np.concatenate(weights), np.concatenate(biases) if biases else None
             )
 
-        linear = self._packed.linear(names[0][0], make)
+        place = AdapterPlace(in_size, tuple(names), pack == self._ops.pack_gate_up)
+        self.adapter_places.append(place)
+        linear = dataclasses.replace(
+            self._packed.linear(names[0][0], make), place=len(self.adapter_places) - 1
+        )
         self._linears.append(linear)
         return linear
 

@@ -39,6 +39,7 @@ class Llama:
         self.embed_tokens, self.lm_head = loader.embedding_and_head()
         self.layers = [self._load_layer(loader, i) for i in range(config.num_hidden_layers)]
         self.norm = loader.norm("model.norm")
+        self.adapter_places = loader.adapter_places
         self.sizes = loader.sizes()
         self.set_max_model_len(1)
 
@@ -69,15 +70,22 @@ class Llama:
         flat_qkv = qkv.reshape(num_tokens, -1)
         attended = np.empty((num_tokens, c.num_attention_heads * c.head_dim), np.float32)
         for index, layer in enumerate(self.layers):
-            ops.linear(hidden, layer.qkv_proj, norm=layer.input_layernorm, out=flat_qkv)
+            ops.linear(
+                hidden,
+                layer.qkv_proj,
+                norm=layer.input_layernorm,
+                out=flat_qkv,
+                adapters=batch.adapters,
+            )
             ops.rope_and_store(qkv, self.rope, store, index, batch)
             ops.attention(qkv, store, index, batch, scale=scale, out=attended)
-            ops.linear(attended, layer.o_proj, add_to=hidden)
+            ops.linear(attended, layer.o_proj, add_to=hidden, adapters=batch.adapters)
             ops.gated_mlp(
                 hidden,
                 layer.gate_up_proj,
                 layer.down_proj,
                 norm=layer.post_attention_layernorm,
                 add_to=hidden,
+                adapters=batch.adapters,
             )
         return ops.linear(hidden[batch.logit_rows], self.lm_head, norm=self.norm)

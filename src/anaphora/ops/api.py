@@ -8,7 +8,7 @@ up to its position) and on nothing else: not on other rows, their number, or thr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from anaphora.config import Dtype
 from anaphora.ops.batch import Batch, Int32
 from anaphora.ops.kv_store import KVLayout, KVStore
+from anaphora.ops.lora import AdaptedRows, Delta, Part
 from anaphora.ops.quant import MXFP4
 
 Array = npt.NDArray[np.float32]
@@ -37,6 +38,7 @@ class Linear:
     bias: Array | None
     count: int = 1
     handle: Any = None
+    place: int = -1  # what finds an adapter's delta for it; none has one for -1
 
     @property
     def num_bytes(self) -> int:
@@ -103,6 +105,11 @@ class Ops(Protocol):
         Rows are gate | up rows if ``is_gated``. Four-bit floats stay as they are beside int8.
         """
 
+    def pack_delta(
+        self, parts: Sequence[Part], in_features: int, *, is_gate_up: bool = False
+    ) -> Delta:
+        """What an adapter adds to a linear of these parts; ``is_gate_up`` for ``pack_gate_up``."""
+
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         """The table [vocab, hidden] that ``embed`` reads, in this backend's precision."""
 
@@ -126,10 +133,12 @@ class Ops(Protocol):
         norm: Norm | None = None,
         add_to: Array | None = None,
         out: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
         """x [T, in], normalised first if ``norm`` is given, times the weight plus its bias.
 
-        The result [T, out] is new, written to ``out``, or added to ``add_to`` in place.
+        The result [T, out] is new, written to ``out``, or added to ``add_to`` in place. What
+        ``adapters`` add to their rows comes last.
         """
 
     def gated_mlp(
@@ -141,10 +150,12 @@ class Ops(Protocol):
         norm: Norm,
         gate: Gate = "silu",
         add_to: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
         """gate(gate) * up times ``down``, for gate | up = norm(x) times ``gate_up``.
 
         The result [T, hidden] is new or added to ``add_to`` in place, which may be ``x``.
+        ``adapters`` as in ``linear``, for both.
         """
 
     def experts(

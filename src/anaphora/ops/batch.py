@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from anaphora.ops.lora import AdaptedRows
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
@@ -26,6 +28,7 @@ class Batch:
     slots: Int64  # [T] where its K and V go: block_id * block_size + offset, or NO_SLOT
     block_tables: Int32  # [S, max_blocks], unused entries 0
     logit_rows: Int32  # [R] the tokens whose logits are wanted
+    adapters: AdaptedRows | None = None  # None if no row has one
     # The same two for each further table (KVLayout.places); of blocks that have passed out of the
     # window any entry will do.
     window_slots: tuple[Int64, ...] = ()

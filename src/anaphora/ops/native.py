@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from anaphora.machine import usable_cores
 from anaphora.ops.api import Array, Gate, Linear, Norm, Rope
 from anaphora.ops.batch import Batch, Int32
 from anaphora.ops.kv_store import KVLayout, KVStore
+from anaphora.ops.lora import AdaptedRows, Delta, Part, spans, stack
 from anaphora.ops.quant import MXFP4, quantize_weight
 
 _ALIGNMENT = 64  # bytes; a vector register, so that no load crosses a cache line
@@ -125,6 +126,22 @@ class NativeOps:
         # Panels of gate and up take turns, so that a tile has both halves of its columns.
         return self.pack_linear(_take_turns(weight), None if bias is None else _take_turns(bias))
 
+    def pack_delta(
+        self, parts: Sequence[Part], in_features: int, *, is_gate_up: bool = False
+    ) -> Delta:
+        a, b = stack(parts, in_features)
+        linear = self.pack_linear(a)
+        data: npt.NDArray[Any] = _take_turns(b) if is_gate_up else b
+        scale: Array | None = None
+        if self.dtype == "int8":
+            data, scale = quantize_weight(data)
+            scale = _pad(scale)
+        handle = _native.LowRank(
+            linear.handle, data, scale, spans(parts, _native.PANEL, in_turn=is_gate_up)
+        )
+        num_bytes = linear.num_bytes + handle.num_bytes
+        return Delta(a=linear, b=None, num_bytes=num_bytes, handle=handle)
+
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         # A lookup reads few rows, so half precision is for memory, not for speed.
         return weight.astype(np.float16) if self.dtype == "int8" else weight
@@ -149,14 +166,16 @@ class NativeOps:
         norm: Norm | None = None,
         add_to: Array | None = None,
         out: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
         before = None if norm is None else norm.handle
+        rows = None if adapters is None else _adapted_rows(adapters)
         if add_to is not None:
-            _native.linear(x, weight.handle, add_to, True, before)
+            _native.linear(x, weight.handle, add_to, True, before, rows, weight.place)
             return add_to
         if out is None:
             out = np.empty((len(x), weight.out_features), np.float32)
-        _native.linear(x, weight.handle, out, False, before)
+        _native.linear(x, weight.handle, out, False, before, rows, weight.place)
         return out
 
     def gated_mlp(
@@ -168,10 +187,23 @@ class NativeOps:
         norm: Norm,
         gate: Gate = "silu",
         add_to: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
+        rows = None if adapters is None else _adapted_rows(adapters)
         out = np.empty((len(x), down.out_features), np.float32) if add_to is None else add_to
         is_added = add_to is not None
-        _native.gated_mlp(x, gate_up.handle, down.handle, gate, out, is_added, norm.handle)
+        _native.gated_mlp(
+            x,
+            gate_up.handle,
+            down.handle,
+            gate,
+            out,
+            is_added,
+            norm.handle,
+            rows,
+            gate_up.place,
+            down.place,
+        )
         return out
 
     def experts(
@@ -279,6 +311,19 @@ def available_kernels() -> list[str]:
 def kernel_name() -> str:
     """The kernel set in use, for example ``avx2``."""
     return _native.kernel_name()
+
+
+def _adapted_rows(adapters: AdaptedRows) -> _native.AdaptedRows:
+    """The rows as the kernels read them, made once for all layers of a step."""
+    if adapters.handle is None:
+        deltas = [
+            [None if delta is None else delta.handle for delta in adapter.deltas]
+            for adapter, _, _ in adapters.segments
+        ]
+        rows = np.array([segment[1:] for segment in adapters.segments], np.int32).reshape(-1, 2)
+        adapters.handle = _native.AdaptedRows(deltas, rows)
+    handle: _native.AdaptedRows = adapters.handle
+    return handle
 
 
 def _aligned(size: int, dtype: type[np.generic]) -> npt.NDArray[Any]:

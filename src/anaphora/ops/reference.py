@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from anaphora.config import ATTENTION_PARTITION, Dtype
 from anaphora.ops.api import Array, Gate, Linear, Norm, Rope
 from anaphora.ops.batch import NO_SLOT, Batch, Int32
 from anaphora.ops.kv_store import PANEL, KVLayout, KVStore
+from anaphora.ops.lora import RANKS, AdaptedRows, Delta, Part, stack
 from anaphora.ops.quant import GROUP, MXFP4, quantize_groups, quantize_weight
 
 
@@ -87,6 +88,16 @@ class ReferenceOps:
     def pack_gate_up(self, weight: Array, bias: Array | None = None) -> Linear:
         return self.pack_linear(weight, bias)
 
+    def pack_delta(
+        self,
+        parts: Sequence[Part],
+        in_features: int,
+        *,
+        is_gate_up: bool = False,  # noqa: ARG002  packed alike
+    ) -> Delta:
+        a, b = map(self.pack_linear, stack(parts, in_features))
+        return Delta(a=a, b=b, num_bytes=a.num_bytes + b.num_bytes)
+
     def pack_embedding(self, weight: Array) -> npt.NDArray[Any]:
         return weight.astype(np.float16) if self.dtype == "int8" else weight
 
@@ -110,25 +121,26 @@ class ReferenceOps:
         norm: Norm | None = None,
         add_to: Array | None = None,
         out: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
         x = x if norm is None else self.rms_norm(x, norm)
         if weight.data.ndim == 3:  # a stack of one
             weight = _nth(weight, 0)
-        product: Array
-        if weight.scale is None:
-            product = x @ weight.data.T
-        elif weight.scale.ndim == 1:
-            product = _int8_product(x, weight)
-        else:
-            product = _mxfp4_product(x, weight)
+        product = _product(x, weight)
         if weight.bias is not None:
             product = product + weight.bias
         if add_to is not None:
             add_to += product
-            return add_to
-        if out is not None:
+            product = add_to
+        elif out is not None:
             out[:] = product
-            return out
+            product = out
+        if adapters is not None and weight.place >= 0:
+            for adapter, first, end in adapters.segments:
+                delta = adapter.deltas[weight.place]
+                if delta is not None and delta.b is not None:
+                    ranks = _product(x[first:end], delta.a)
+                    product[first:end] += _product(ranks, delta.b, group=RANKS)
         return product
 
     def gated_mlp(
@@ -140,14 +152,15 @@ class ReferenceOps:
         norm: Norm,
         gate: Gate = "silu",
         add_to: Array | None = None,
+        adapters: AdaptedRows | None = None,
     ) -> Array:
-        g, up = np.split(self.linear(x, gate_up, norm=norm), 2, axis=-1)
+        g, up = np.split(self.linear(x, gate_up, norm=norm, adapters=adapters), 2, axis=-1)
         if gate == "silu":
             hidden = g * _sigmoid(g) * up
         else:  # 0.5 g (1 + tanh(y)) = g sigmoid(2 y)
             y = np.float32(np.sqrt(2 / np.pi)) * (g + np.float32(0.044715) * g**3)
             hidden = g * _sigmoid(2 * y) * up
-        return self.linear(hidden, down, add_to=add_to)
+        return self.linear(hidden, down, add_to=add_to, adapters=adapters)
 
     def experts(
         self,
@@ -310,13 +323,17 @@ def from_bfloat16(x: npt.NDArray[np.uint16]) -> Array:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-def _int8_product(x: Array, weight: Linear) -> Array:
-    """Group by group, each rounded to float32 as the kernels do it."""
-    rounded, scale = quantize_groups(x)  # [M, G, 32], [M, G]
-    w = np.zeros((weight.out_features, rounded.shape[1] * GROUP), np.float32)
+def _product(x: Array, weight: Linear, group: int = GROUP) -> Array:
+    """In int8 group by group, each rounded to float32 as the kernels do it."""
+    if weight.scale is None:
+        product: Array = x @ weight.data.T
+        return product
+    if weight.scale.ndim == 2:
+        return _mxfp4_product(x, weight)
+    rounded, scale = quantize_groups(x, group=group)  # [M, G, group], [M, G]
+    w = np.zeros((weight.out_features, rounded.shape[1] * group), np.float32)
     w[:, : weight.in_features] = weight.data
-    w = w.reshape(weight.out_features, -1, GROUP)
-    assert weight.scale is not None
+    w = w.reshape(weight.out_features, -1, group)
     total = np.zeros((len(x), weight.out_features), np.float32)
     for g in range(rounded.shape[1]):
         # exact in float32: at most 32 * 127 * 127 in magnitude
@@ -325,7 +342,7 @@ def _int8_product(x: Array, weight: Linear) -> Array:
 
 
 def _mxfp4_product(x: Array, weight: Linear) -> Array:
-    """As ``_int8_product``, but each group of a column has a scale of its own, a power of two."""
+    """As ``_product`` in int8, but each group of a column has a power of two as its scale."""
     rounded, scale = quantize_groups(x)  # [M, G, 32], [M, G]
     w = weight.data.reshape(weight.out_features, -1, GROUP).astype(np.float32)
     assert weight.scale is not None

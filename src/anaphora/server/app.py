@@ -10,6 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
 from anaphora.errors import ConfigError, EngineError, RequestError
+from anaphora.server.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
+from anaphora.server.adapters import adapters_router
 from anaphora.server.cache import pins_router, purge_router
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.chat import chat_router
@@ -37,6 +39,8 @@ _BODIES: dict[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
     "/cache/pins": PinRequest,
     "/cache/purge": PurgeRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
 
 
@@ -60,6 +64,10 @@ def create_app(
         raise ConfigError(
             f"--served-model-name is {', '.join(map(repr, names))}; give each name once, none empty"
         )
+    if taken := sorted(set(names) & set(llm.adapters)):
+        raise ConfigError(
+            f"--lora-modules has {taken[0]!r}, which is a name of the model; choose another"
+        )
     metrics = Metrics(llm, num_tenants=metrics_tenants)
     service = Service(
         llm,
@@ -75,7 +83,7 @@ def create_app(
     app.add_exception_handler(EngineError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_route_error)
     routers = chat_router, completions_router, models_router, tokens_router
-    for router in (*routers, pins_router, purge_router):
+    for router in (*routers, pins_router, purge_router, adapters_router):
         app.include_router(router(service))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app

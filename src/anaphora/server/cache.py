@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from anaphora.errors import Forbidden, InvalidRequest, UnknownModel
@@ -46,7 +47,7 @@ def pins_router(service: Service) -> APIRouter:
         if not service.llm.info.enable_prefix_caching:
             raise InvalidRequest("prefix caching is off on this server; there is nothing to keep")
         prompt = await _encode(service, body)
-        scope = body.scope(request.state.tenant)
+        scope = service.scope(request, body, body.model)
         await unless_disconnected(request.receive, _warm(service, request, prompt, scope, body))
         keep = PinPrefix(token_ids=prompt, scope=scope, seconds=body.ttl_seconds)
         [pin] = (await service.llm.command(keep)).pins
@@ -147,12 +148,24 @@ async def _purge_command(service: Service, request: Request, body: PurgeRequest)
         case "tenant":
             return PurgeCache(tenant=tenant)
         case "adapter":
-            raise UnknownModel(
-                "adapter names one that is not served here; there are none", param="adapter"
-            )
+            return _purge_adapter(service, body, tenant)
     # The tenant is given as well: what others have after a public prefix is theirs.
     prefix = await _encode(service, body)
-    return PurgeCache(tenant=tenant, prefix=prefix, scope=body.scope(tenant))
+    scope = msgspec.structs.replace(
+        body.scope(tenant), adapter="" if body.model is None else service.check_model(body.model)
+    )
+    return PurgeCache(tenant=tenant, prefix=prefix, scope=scope)
+
+
+def _purge_adapter(service: Service, body: PurgeRequest, tenant: str) -> CacheCommand:
+    adapter = service.llm.adapters.get(body.adapter or "")
+    if adapter is None:
+        raise UnknownModel(
+            f"adapter is {(body.adapter or '')[:_MAX_SHOWN_CHARS]!r}; loaded are: "
+            f"{', '.join(service.llm.adapters) or 'none'}",
+            param="adapter",
+        )
+    return PurgeCache(tenant=tenant, adapter=adapter.digest)
 
 
 def _purged(answer: CacheAnswer) -> Response:

@@ -33,7 +33,12 @@ def chat_router(service: Service) -> APIRouter:
             template = service.chat_template
             params = template.reading(params, body.offered_tools(template.output_format))
         generation = service.generation(
-            request, [prompt], params, body.scope(request.state.tenant), body.workload, "messages"
+            request,
+            [prompt],
+            params,
+            service.scope(request, body, body.model),
+            body.workload,
+            "messages",
         )
         answer = _ChatAnswer(service, body, generation, request.state.request_id)
         if not body.stream:
@@ -61,7 +66,7 @@ class _ChatAnswer:
             "id": f"chatcmpl-{request_id}",
             "created": now(),
             "model": body.model,
-            "system_fingerprint": service.system_fingerprint,
+            "system_fingerprint": service.fingerprint(body.model),
             "service_tier": body.served_tier,
         }
 

@@ -35,7 +35,12 @@ def completions_router(service: Service) -> APIRouter:
             given, add_special_tokens=body.add_special_tokens is not False
         )
         generation = service.generation(
-            request, prompts, params, body.scope(request.state.tenant), body.workload, "prompt"
+            request,
+            prompts,
+            params,
+            service.scope(request, body, body.model),
+            body.workload,
+            "prompt",
         )
         echoes = _echoes(service, given) if body.echo else [""] * len(given)
         answer = _Completion(
@@ -121,7 +126,7 @@ class _Completion:
             "object": "text_completion",
             "created": now(),
             "model": body.model,
-            "system_fingerprint": service.system_fingerprint,
+            "system_fingerprint": service.fingerprint(body.model),
             "service_tier": body.served_tier,
         }
 

@@ -116,6 +116,7 @@ class EngineCollector(Collector):
             "Tokens in a block: a prefix is cached in whole blocks.",
             self._llm.info.block_size,
         )
+        yield _gauge("lora_adapters", "LoRA adapters that are loaded.", len(self._llm.adapters))
         tiers = {name: stats.tiers.get(name, TierCounters()) for name in self._llm.info.tier_bytes}
         yield from _tiers(tiers)
         yield from _lookups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -19,16 +20,17 @@ def models_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models", response_model=None)
-    async def list_models() -> Response:
-        """All names of the model."""
-        data = [_model(service, name) for name in service.model_names]
+    async def list_models(request: Request) -> Response:
+        """All names of the model, then its adapters."""
+        names = [*service.model_names, *service.llm.adapters]
+        data = [_model(service, name, request.state.tenant) for name in names]
         return json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}", response_model=None)
-    async def get_model(name: str) -> Response:
-        """One name of the model."""
+    async def get_model(request: Request, name: str) -> Response:
+        """One name of the model, or an adapter."""
         service.check_model(name)
-        return json_response(_model(service, name))
+        return json_response(_model(service, name, request.state.tenant))
 
     @router.head("/health", response_model=None, include_in_schema=False)
     @router.get("/health", response_model=None)
@@ -48,14 +50,21 @@ def models_router(service: Service) -> APIRouter:
     return router
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str, tenant: str) -> dict[str, Any]:
+    adapter = None if name in service.model_names else service.llm.adapters[name]
+    root, parent = service.llm.info.name, None
+    if adapter is not None:
+        # As in vLLM; where things lie on this machine is for the admin alone.
+        is_admin = service.tenants.is_admin(tenant)
+        root = adapter.path if is_admin else PurePath(adapter.path).name
+        parent = service.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "anaphora",
-        "root": service.llm.info.name,
-        "parent": None,
+        "root": root,
+        "parent": parent,
         "max_model_len": service.llm.info.max_model_len,
         "info": msgspec.to_builtins(service.llm.info),
     }

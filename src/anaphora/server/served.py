@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from anaphora.types import (
+    AdapterInfo,
     CacheAnswer,
     CacheCommand,
     CacheScope,
@@ -89,6 +90,20 @@ class ServedLLM(Protocol):
         """The model's chat template, None for a base model."""
 
     @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The LoRA adapters that are loaded, by name."""
+
+    async def load_adapter(self, name: str, path: str, *, load_inplace: bool = ...) -> AdapterInfo:
+        """Load a PEFT directory under a name; ``load_inplace`` allows that it replaces another.
+
+        Raises ``RequestError`` for the name, ``UnusableAdapter`` for the directory, and as
+        ``command``.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter away from new requests. Raises ``UnknownModel``, and as ``command``."""
+
+    @property
     def is_ready(self) -> bool:
         """Whether an engine can take requests now."""
 
@@ -103,8 +118,9 @@ class ServedLLM(Protocol):
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Stream the output of all ``params.n`` choices, interleaved.
 
-        Checks its arguments when called, not at the first step: ``InvalidRequest``,
-        ``ContextTooLong`` and ``EngineUnavailable`` come at once. Work begins with the first step
+        ``scope.adapter`` is the digest of a loaded adapter, or empty. Checks its arguments when
+        called, not at the first step: ``InvalidRequest``, ``ContextTooLong``, ``UnknownModel`` and
+        ``EngineUnavailable`` come at once. Work begins with the first step
         of the generator, so one that was never stepped leaves nothing behind. Closing or
         cancelling it aborts the request and frees its blocks. Raises ``EngineDied`` when the
         engine is lost on the way.

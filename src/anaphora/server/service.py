@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import msgspec
 from fastapi import Request
 
 from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, UnknownModel
@@ -33,6 +34,13 @@ _MAX_SHOWN_NAME_CHARS = 100
 T = TypeVar("T")
 
 
+class ScopedBody(Protocol):
+    """A body that says who may share what it computes."""
+
+    def scope(self, tenant: str) -> CacheScope:
+        """The scope of its tenant's request, without an adapter."""
+
+
 class Service:
     """Shared by the routes of one app."""
 
@@ -52,7 +60,6 @@ class Service:
         self.metrics = metrics
         self.created = created
         self._bodies = bodies
-        self.system_fingerprint = _fingerprint(llm)
 
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of ``request``."""
@@ -70,14 +77,33 @@ class Service:
                 )
             )
 
-    def check_model(self, name: str) -> None:
-        """Raise ``UnknownModel`` unless ``name`` is served here."""
-        if name not in self.model_names:
+    def check_model(self, name: str) -> str:
+        """The digest of the adapter of that name, empty for the model itself.
+
+        Raise ``UnknownModel`` unless ``name`` is served here.
+        """
+        if name in self.model_names:
+            return ""
+        adapter = self.llm.adapters.get(name)
+        if adapter is None:
             raise UnknownModel(
                 f"model is {name[:_MAX_SHOWN_NAME_CHARS]!r}, which is not served here; "
-                f"use {' or '.join(self.model_names)}",
+                f"use {' or '.join([*self.model_names, *self.llm.adapters])}",
                 param="model",
             )
+        return adapter.digest
+
+    def scope(self, request: Request, body: ScopedBody, model: str | None) -> CacheScope:
+        """Who may share what a request computes or means, with its adapter as it is now."""
+        adapter = "" if model is None else self.check_model(model)
+        return msgspec.structs.replace(body.scope(request.state.tenant), adapter=adapter)
+
+    def fingerprint(self, model: str) -> str:
+        """Changes when the same seed may give another answer."""
+        info, adapter = self.llm.info, self.llm.adapters.get(model)
+        parts = [info.name, info.architecture, str(info.num_parameters), info.dtype]
+        parts += [info.kv_cache_dtype, *([adapter.digest] if adapter else [])]
+        return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
     async def encode_chat(self, messages: Sequence[ChatMessage], body: TemplateBody) -> list[int]:
         """Token ids of a chat. Raises ``InvalidRequest``."""
@@ -186,14 +212,6 @@ class Service:
 
 async def _off_loop(work: Callable[[], T], length: int) -> T:
     return work() if length <= _MAX_INLINE_LENGTH else await asyncio.to_thread(work)
-
-
-def _fingerprint(llm: ServedLLM) -> str:
-    """Changes when the same seed may give another answer."""
-    info = llm.info
-    parts = (info.name, info.architecture, str(info.num_parameters), info.dtype)
-    text = "\0".join((*parts, info.kv_cache_dtype))
-    return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def now() -> int:
