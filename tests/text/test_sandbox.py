@@ -67,11 +67,11 @@ BOMBS = {
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
 def test_work_is_bounded(source: str) -> None:
     template = ChatTemplate(source, TOKENIZER)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(InvalidRequest) as error:
         template.render(USER)
     assert error.value.param == "messages"
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 10
 
 
 ESCAPES = {
