@@ -112,6 +112,8 @@ async def _generate(config: EngineConfig, prompt: str, params: Any, is_raw: bool
     llm = AsyncLLM(config)
     try:
         await llm.start()
+        if llm.chat_template is None and not is_raw:
+            typer.echo("this model has no chat template: the text is completed as it is", err=True)
         if is_raw or llm.chat_template is None:
             ids = llm.tokenizer.encode(prompt, parse_special=True)
         else:

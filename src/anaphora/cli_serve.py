@@ -405,6 +405,7 @@ def _resolved(
         "weights": f"{format_size(info.weight_bytes)}, {info.dtype}",
         **_adapters(config, info),
         **dict(_tiers(config, info)),
+        **_window(info),
         "prefix caching": "on" if info.enable_prefix_caching else "off",
         "step": f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens at most",
         "kernels": f"{info.kernels}, {info.threads} threads",
@@ -414,6 +415,15 @@ def _resolved(
     for name, value in rows.items():
         result.add_row(name, value)
     return result
+
+
+def _window(info: ModelInfo) -> dict[str, str]:
+    if not info.num_window_blocks:
+        return {}
+    return {
+        "windowed layers": f"see {info.sliding_window} tokens and keep blocks of their own for "
+        "these, for the ends of prefixes and for one window in eight"
+    }
 
 
 def _adapters(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
@@ -439,6 +449,8 @@ def _tiers(config: EngineConfig, info: ModelInfo) -> Iterator[tuple[str, str]]:
     for tier, num_bytes in info.tier_bytes.items():
         num_tokens = num_bytes * info.num_cache_tokens // max(info.kv_cache_bytes, 1)
         parts = [f"{num_tokens:,} tokens in {format_size(num_bytes)}"]
+        if tier == "device" and info.num_window_blocks:
+            parts[0] = f"{num_tokens:,} tokens, more of long prompts, in {format_size(num_bytes)}"
         if budget := asked.get(tier):
             parts[0] += f" of {format_size(budget)}"
         parts += [more[tier]] if more.get(tier) else []

@@ -309,6 +309,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_total_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # findable by their hash, held or not
+    num_window_blocks: int = 0  # further ones that windowed layers have of them
     num_pinned_blocks: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
@@ -332,7 +333,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 GAUGES = frozenset(
     {
         *("num_running", "num_loading", "num_waiting", "num_total_blocks", "num_used_blocks"),
-        *("num_cached_blocks", "num_pinned_blocks", "num_blocks"),
+        *("num_cached_blocks", "num_pinned_blocks", "num_blocks", "num_window_blocks"),
     }
 )
 
@@ -448,11 +449,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int = 0  # adapters that may be loaded at a time
     max_lora_rank: int = 0
     adapter_bytes: int = 0  # of memory, kept free for them
+    sliding_window: int = 0  # tokens that windowed layers see, if they have blocks of their own
+    num_window_blocks: int = 0  # blocks that windowed layers then take for those of one block
 
     @property
     def num_cache_tokens(self) -> int:
-        """How many tokens the K/V store holds."""
-        return self.num_blocks * self.block_size
+        """How many tokens the K/V store holds, if all of them are seen by windowed layers."""
+        return self.num_blocks // (1 + self.num_window_blocks) * self.block_size
 
 
 def add_stats(finished: EngineStats, current: EngineStats) -> EngineStats:

@@ -10,6 +10,7 @@ import pytest
 
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
+from anaphora.errors import QuotaExceeded
 from anaphora.ops.kv_store import KVLayout
 from anaphora.types import CacheScope, PurgeCache
 from tests.engine.driving import Always, PatientDriver, assert_bit_equal
@@ -233,6 +234,24 @@ def test_tenants_share_no_part_and_a_purge_leaves_nothing(path):
     for block_id in pages["alice"]:
         assert not any(store.block_view(block_id))
     assert all(any(store.block_view(block_id)) for block_id in pages["bob"])
+
+
+def test_pins_count_what_windowed_layers_need(path):
+    """What may be pinned fits, so that a pinned prompt is found whatever else comes."""
+    driver = open_driver(path, num_blocks=600, pin_quota=0.3)
+    cache = driver.engine.cache
+    prompt = make_prompt(1, 320)
+    driver.run(prompt)
+    pin = cache.pin(CacheScope(), prompt, 1e6)
+    assert pin.num_tokens == 320
+    allowed = int(0.3 * 600) // (1 + cache.windows.window.num_pages)
+    too_long = make_prompt(2, 16 * (allowed + 1))
+    driver.run(too_long)
+    with pytest.raises(QuotaExceeded):
+        cache.pin(CacheScope(), too_long, 1e6)
+    for seed in range(3, 20):
+        driver.run(make_prompt(seed, 300))
+    assert driver.run(prompt)[1] == 319
 
 
 def test_audits_look_at_window_parts(path, caplog):

@@ -124,11 +124,11 @@ class CacheManager:
         self.enable_caching = enable_caching
         self.pool: BlockPool = hierarchy.device.pool
         self.windows = hierarchy.windows
-        self.pins = Pins(self.pool, block_size, pin_quota)
         self.stats = CacheStats()
         self.compute_time = Estimate()  # of one token in a prefill
         # Blocks of the pool that a sequence's next block takes.
         self._num_pages = 1 + (self.windows.window.num_pages if self.windows else 0)
+        self.pins = Pins(self.pool, block_size, pin_quota, self._num_pages)
         self._hasher = hasher
         self._public_root = hasher.root({"public": b""})
         self._public_prefixes = [list(prefix) for prefix in public_prefixes]
@@ -261,6 +261,7 @@ class CacheManager:
             num_hit = len(match.found) + len(match.below)
             self.windows.begin(seq.window, match.found, num_hit, len(seq.token_ids))
             seq.window.num_wanted = match.num_whole if match.num_whole > num_hit else 0
+            seq.window.num_prompt_blocks = self._num_matchable(seq)
         self._set_found(seq, len(match.found))
         for index in range(len(match.found), self._num_matchable(seq)):
             self._computing.setdefault(self._key(seq, index).block_hash, seq)

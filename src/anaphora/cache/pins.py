@@ -27,14 +27,18 @@ class Pins:
         pool: BlockPool,
         block_size: int,
         quota: float,
+        num_pages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``quota``: part of the pool that one tenant may pin; all together may pin half of it."""
+        """``quota``: part of the pool that one tenant may pin; all together may pin half of it.
+
+        ``num_pages``: blocks of the pool that a block of a prefix takes, with its window part.
+        """
         self._pool = pool
         self._block_size = block_size
         self._clock = clock
-        self._num_of_tenant = int(quota * len(pool.blocks))
-        self._num_of_all = len(pool.blocks) // 2
+        self._num_of_tenant = int(quota * len(pool.blocks)) // num_pages
+        self._num_of_all = len(pool.blocks) // 2 // num_pages
         self._pins: dict[str, _Pin] = {}
         self._next_expiry = float("inf")
 

@@ -42,6 +42,7 @@ class WindowState:
     parts: collections.deque[WindowPart] = dataclasses.field(default_factory=collections.deque)
     num_passed: int = 0  # blocks before the first part that it holds
     num_wanted: int = 0  # blocks that were there at its start, up to where a part was missing
+    num_prompt_blocks: int = 0  # where the same prompt would go on
 
 
 class Windows:
@@ -55,7 +56,7 @@ class Windows:
         # what was computed, and those where a prefix ended or may end.
         self._passed: OrderedDict[int, WindowPart] = OrderedDict()
         self._kept: OrderedDict[int, WindowPart] = OrderedDict()
-        self.num_reclaimed = 0
+        self.num_pages = 0  # that all parts have together
         pool.on_forget = self._forgotten
         pool.reclaim = self._reclaim
 
@@ -146,11 +147,11 @@ class Windows:
             state.num_passed += 1
 
     def _may_end_a_prefix(self, state: WindowState, index: int) -> bool:
-        """Whether block ``index`` is before a point where a hit was cut, or before a checkpoint:
-        where a prefix whose end is gone can still be gone on after."""
-        wanted_from = self.first_seen(state.num_wanted * self._block_size)
-        if wanted_from <= index < state.num_wanted:
-            return True
+        """Whether block ``index`` is before the end of the prompt, before a point where a hit was
+        cut, or before a checkpoint: where a prefix whose end is gone can still be gone on after."""
+        for end in (state.num_prompt_blocks, state.num_wanted):
+            if self.first_seen(end * self._block_size - 1) <= index < end:
+                return True
         width = -(-self.window.num_tokens // self._block_size) + 1
         return index // width % _CHECKPOINT == _CHECKPOINT - 1
 
@@ -199,6 +200,7 @@ class Windows:
             block.window = part.block = None
 
     def _take_pages(self, owner: Owner) -> tuple[Block, ...]:
+        self.num_pages += self.window.num_pages
         return tuple(self._pool.take(owner) for _ in range(self.window.num_pages))
 
     def _forgotten(self, block: Block) -> None:
@@ -225,7 +227,6 @@ class Windows:
         if part is None or (before is not None and part.unused_since >= before):
             return False
         self._drop(part)
-        self.num_reclaimed += 1
         return True
 
     def _drop(self, part: WindowPart) -> None:
@@ -236,6 +237,7 @@ class Windows:
         self._free(part)
 
     def _free(self, part: WindowPart) -> None:
+        self.num_pages -= len(part.pages)
         self._pool.release(part.pages)
 
     def _listed(self, part: WindowPart) -> OrderedDict[int, WindowPart]:

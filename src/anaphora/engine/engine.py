@@ -158,6 +158,8 @@ class Engine:
             max_loras=config.num_adapters,
             max_lora_rank=config.max_lora_rank,
             adapter_bytes=self.adapters.reserved_bytes,
+            sliding_window=0 if window is None else window.num_tokens,
+            num_window_blocks=layout.num_window_tables,
         )
         store = ops.create_kv_store(layout, num_blocks, lock=config.lock_memory)
         self.runner = ModelRunner(model, store)
@@ -368,6 +370,7 @@ class Engine:
             num_total_blocks=len(pool.blocks),
             num_used_blocks=len(pool.blocks) - pool.num_available,
             num_cached_blocks=pool.num_findable,
+            num_window_blocks=self.cache.windows.num_pages if self.cache.windows else 0,
             num_preemptions=self.scheduler.num_preemptions,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,

@@ -22,6 +22,7 @@ _GAUGES = (
     ("kv_blocks", "num_total_blocks", "K/V blocks in the store."),
     ("kv_blocks_used", "num_used_blocks", "K/V blocks held by sequences."),
     ("kv_blocks_cached", "num_cached_blocks", "K/V blocks that a later prompt can reuse."),
+    ("kv_blocks_window", "num_window_blocks", "K/V blocks of windowed layers beside them."),
     ("kv_blocks_pinned", "num_pinned_blocks", "K/V blocks that somebody asked to keep."),
 )
 _COUNTERS = (

@@ -87,12 +87,12 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
 }
 
 
-def refuse_unsupported(extra: Mapping[str, Any]) -> None:
+def refuse_unsupported(extra: Mapping[str, Any], why: str = "leave it out") -> None:
     """Raise ``InvalidRequest`` for the first field that asks for something not built."""
     for field, value in extra.items():
         neutral = UNSUPPORTED.get(field)
         if neutral is not None and not any(_same(value, allowed) for allowed in neutral):
-            raise unsupported(field, "leave it out")
+            raise unsupported(field, why)
 
 
 def _same(value: Any, allowed: Any) -> bool:

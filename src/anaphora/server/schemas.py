@@ -288,7 +288,10 @@ class TemplateBody(Body):
         """The functions to show the model. Raises ``InvalidRequest`` if it cannot call any."""
         if output_format != "text":
             return check_tools(self.tools, self.tool_choice)
-        refuse_unsupported({"tools": self.tools, "tool_choice": self.tool_choice})
+        refuse_unsupported(
+            {"tools": self.tools, "tool_choice": self.tool_choice},
+            "how this model calls tools is not known: leave it out, or use another model",
+        )
         return []
 
     def template_kwargs(self, *, reads_reasoning_effort: bool) -> dict[str, Any]:
