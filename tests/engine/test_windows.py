@@ -19,6 +19,13 @@ from tests.models.families import GEMMA3, GPT_OSS, write_family
 MODELS = {
     "gemma3": GEMMA3 | {"sliding_window": 40, "sliding_window_pattern": 5},  # 1 full, 4 windowed
     "gpt_oss": GPT_OSS | {"sliding_window": 40},
+    # 2 full, 3 windowed: the last page of a part has a layer that nobody writes
+    "ragged": GEMMA3
+    | {
+        "sliding_window": 40,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full") * 2]
+        + ["sliding_attention"],
+    },
 }
 BIG = 2**24
 
@@ -252,6 +259,25 @@ def test_pins_count_what_windowed_layers_need(path):
     for seed in range(3, 20):
         driver.run(make_prompt(seed, 300))
     assert driver.run(prompt)[1] == 319
+
+
+def test_nothing_of_another_tenant_stays_in_blocks_that_are_partly_written(path):
+    driver = open_driver(path, num_blocks=150)
+    for seed in range(4):
+        driver.run(make_prompt(seed, 300), scope=CacheScope(tenant="alice"))
+    alices = pieces(driver)
+    driver.run(make_prompt(9, 301), scope=CacheScope(tenant="bob"))
+    driver.engine.command(PurgeCache(tenant="alice"))
+    assert alices
+    assert not alices & pieces(driver)
+
+
+def pieces(driver, size=256):  # values of eight tokens, which two prompts do not have in common
+    """What is in the store, cut up."""
+    store = driver.engine.runner.store
+    views = (bytes(store.block_view(block_id)) for block_id in range(store.num_blocks))
+    found = {v[at : at + size] for v in views for at in range(0, len(v) - size + 1, size)}
+    return {piece for piece in found if any(piece)}
 
 
 def test_audits_look_at_window_parts(path, caplog):

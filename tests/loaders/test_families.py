@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import gguf
 import numpy as np
@@ -12,6 +13,8 @@ from safetensors.numpy import save_file
 
 from anaphora.errors import CorruptCheckpoint, UnsupportedModel
 from anaphora.loaders.checkpoint import open_checkpoint
+from anaphora.models.registry import load_model
+from anaphora.ops.native import NativeOps
 from anaphora.ops.quant import MXFP4
 from tests.models.families import (
     GEMMA3,
@@ -238,6 +241,60 @@ def test_contradictions_are_named(tmp_path):
     (path / "config.json").write_text(json.dumps(GEMMA3 | {"model_type": "llama"}))
     with pytest.raises(CorruptCheckpoint, match="model_type is 'llama'"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("base", "field", "value", "message"),
+    [
+        (GPT_OSS, "num_experts_per_tok", 8, "8 experts for each token of 7"),
+        (GPT_OSS, "num_hidden_layers", 2**31 - 1, "num_hidden_layers is 2147483647"),
+        (GEMMA3, "layer_types", 5, "layer_types is 5; it must be a list of strings"),
+        (GEMMA3, "layer_types", [["x"]], "it must be a list of strings"),
+        (GEMMA3, "architectures", -1, "architectures is -1"),
+        (GEMMA3, "rope_theta", 10**400, "it must be between"),
+        (GEMMA3, "query_pre_attn_scalar", 1e-310, "it must be between"),
+        (GEMMA3, "sliding_window", 0, "sliding_window is 0"),
+        (GPT_OSS, "rope_theta", 1, "yarn with rope_theta 1"),
+        (
+            GPT_OSS,
+            "rope_scaling",
+            GPT_OSS["rope_scaling"] | {"beta_fast": 1e14},
+            "yarn with rope_theta",
+        ),
+    ],
+)
+def test_values_without_meaning_are_named(tmp_path, base, field, value, message):
+    path = write_family(tmp_path, base)
+    (path / "config.json").write_text(json.dumps(base | {field: value}))
+    with pytest.raises(CorruptCheckpoint, match=re.escape(message)):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.q_proj.bias", "self_attn.v_proj.bias", "self_attn.o_proj.bias"]
+)
+def test_a_missing_bias_is_named(tmp_path, name):
+    tensors = gpt_oss_tensors()
+    path = write_family(tmp_path, GPT_OSS)
+    del tensors[f"model.layers.1.{name}"]
+    save_file(tensors, path / "model.safetensors")
+    with open_checkpoint(path) as checkpoint, pytest.raises(CorruptCheckpoint, match=name):
+        load_model(checkpoint, NativeOps("int8", 1))
+
+
+def test_stacks_of_different_types_are_named(tmp_path):
+    tensors = gpt_oss_tensors()
+    name = "model.layers.0.mlp.experts.down_proj"
+    path = write_family(tmp_path, GPT_OSS)
+    floats = {name: np.zeros((7, 96, 64), np.float32)}
+    save_file(tensors | floats, path / "model.safetensors")
+    with pytest.raises(CorruptCheckpoint, match="is there twice"):
+        open_checkpoint(path)
+    for part in ("blocks", "scales"):
+        del tensors[f"{name}_{part}"]
+    save_file(tensors | floats, path / "model.safetensors")
+    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedModel, match="different"):
+        load_model(checkpoint, NativeOps("int8", 1))
 
 
 def test_damaged_experts_are_named(tmp_path):

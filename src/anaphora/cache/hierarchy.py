@@ -75,13 +75,14 @@ class Hierarchy:
         for tier in self.tiers:
             tier.pool.on_evict = functools.partial(self._leave, tier)
             tier.pool.erase = functools.partial(self._erase, tier)
+        self.device.pool.erase_for_others = True  # slots below are written as a whole
         self.device.pool.on_starved = functools.partial(self.poll, None)
 
     def _erase(self, tier: Tier, block_id: int) -> None:
         if not isinstance(tier, LowerTier):
-            assert self._memory is not None
-            view = self._memory.block_view(block_id)
-            view[:] = bytes(len(view))
+            if self._memory is not None:
+                view = self._memory.block_view(block_id)
+                view[:] = bytes(len(view))
         elif tier.storage.is_memory:
             tier.storage.erase(block_id)
         else:

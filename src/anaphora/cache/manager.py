@@ -494,7 +494,7 @@ class CacheManager:
         for index in range(first, full):
             key = self._key(seq, index)
             block = self.pool.blocks[seq.block_table[index]]
-            known = self.pool.find(key)
+            known = self.pool.find(key) if self._is_findable_before(seq, index) else None
             if known is not None:  # computed by two at once, with the same bits: keep one of them
                 self.pool.hold(known)
                 if self.windows is not None:

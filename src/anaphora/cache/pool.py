@@ -116,6 +116,7 @@ class BlockPool:
         self.num_evicted = 0
         self.num_refused = 0  # blocks not kept because their owner has its maximum already
         self.num_guarantees_broken = 0  # else a running sequence could not have gone on
+        self.erase_for_others = False  # blocks that change their tenant
         self._clock = 0
         self._empty = self.blocks[::-1]
         self._leaving: OrderedDict[int, Block] = OrderedDict()  # free ones, in the order of leaving
@@ -205,6 +206,8 @@ class BlockPool:
         if not self._empty:
             self._make_empty(self.limits.of(owner))
         block = self._empty.pop()
+        if self.erase_for_others and block.owner.tenant not in ("", owner.tenant):
+            self.erase(block.block_id)  # it may stay partly unwritten
         block.ref_count = 1
         block.owner = owner
         self.num_free -= 1

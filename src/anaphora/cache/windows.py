@@ -26,6 +26,7 @@ class Window:
     num_tokens: int  # that a token sees, itself included
     num_pages: int  # blocks of the pool that a part takes
     block_size: int
+    is_ragged: bool = False  # the last page of a part has layers that nobody writes
     max_chunk: int  # tokens that one step computes at most
 
     @property
@@ -105,6 +106,8 @@ class Windows:
         """A part for a block that a sequence is going to write."""
         self._prepare(state)
         part = WindowPart(self._take_pages(owner), block)
+        if self.window.is_ragged:  # what was there before must not go where the part goes
+            self._pool.erase(part.pages[-1].block_id)
         self.attach(part, block)
         self._append(state, part)
         return part

@@ -99,6 +99,7 @@ class Engine:
                 num_tokens=max(model.config.layer_windows),
                 num_pages=layout.num_window_tables,
                 block_size=config.block_size,
+                is_ragged=layout.is_ragged,
                 max_chunk=config.max_num_batched_tokens,
             )
         max_model_len = plan_max_model_len(

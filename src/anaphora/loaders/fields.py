@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ from anaphora.errors import CorruptCheckpoint, UnsupportedModel
 from anaphora.models.config import ModelConfig
 
 MAX_SIZE = 2**31 - 1  # of any dimension
+MAX_LAYERS = 4096
+MAX_TOP_K = 16  # experts of a token, as in csrc/bindings.cpp
+_SMALLEST, _LARGEST = 1e-15, 1e15  # beyond these, float32 has no room to compute with a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,25 @@ class Fields:
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, value, "a number")
-        if not 0 < value < math.inf:
-            raise self._wrong(key, value, "a positive finite number")
+        if not _SMALLEST <= value <= _LARGEST:
+            raise self._wrong(key, value, f"between {_SMALLEST:g} and {_LARGEST:g}")
         return float(value)
+
+    def layers(self, key: str, default: int | None = None) -> int:
+        """A number of layers, as ``size``."""
+        value = self.size(key, default)
+        if value > MAX_LAYERS:
+            raise self._wrong(key, value, f"at most {MAX_LAYERS}")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings, empty when absent."""
+        value = self.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, "a list of strings")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false; ``default`` when absent."""
@@ -103,6 +121,13 @@ def check_config(config: ModelConfig, path: Path) -> ModelConfig:
         raise CorruptCheckpoint(
             f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly"
         )
+    top_k, experts = config.num_experts_per_tok, config.num_local_experts
+    if top_k > min(experts, MAX_TOP_K):
+        raise CorruptCheckpoint(
+            f"{path}: {top_k} experts for each token of {experts} cannot be served; it must be at "
+            f"most {min(experts, MAX_TOP_K)}"
+        )
+    _check_rope(config, path)
     if config.head_dim % 2:
         raise CorruptCheckpoint(
             f"{path}: head_dim is {config.head_dim}; rotary positions need an even number"
@@ -115,6 +140,17 @@ def check_config(config: ModelConfig, path: Path) -> ModelConfig:
                 f"{config.vocab_size}"
             )
     return config
+
+
+def _check_rope(config: ModelConfig, path: Path) -> None:
+    scaling = config.rope_scaling
+    if scaling is None or scaling.rope_type != "yarn":
+        return
+    if config.rope_theta <= 1 or not 0.001 <= scaling.beta_slow < scaling.beta_fast <= 1e6:
+        raise CorruptCheckpoint(
+            f"{path}: yarn with rope_theta {config.rope_theta}, beta_slow {scaling.beta_slow} and "
+            f"beta_fast {scaling.beta_fast} has no meaning"
+        )
 
 
 def head_dim(fields: Fields, key: str, hidden_size: int, num_heads: int) -> int:

@@ -181,7 +181,7 @@ def _common(model_type: str, header: Header, fields: Fields, default_theta: floa
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=fields.size("feed_forward_length"),
-        num_hidden_layers=fields.size("block_count"),
+        num_hidden_layers=fields.layers("block_count"),
         num_attention_heads=num_heads,
         num_key_value_heads=fields.size("attention.head_count_kv", num_heads),
         head_dim=dim,

@@ -51,7 +51,7 @@ def read_config(path: Path, tokenizer_config: dict[str, Any]) -> ModelConfig:
 
 def _architecture(fields: Fields) -> Architecture:
     """By ``architectures``, or by ``model_type`` where that field is missing."""
-    names = fields.get("architectures") or ()
+    names = fields.strings("architectures")
     for name in names:
         if name not in _ARCHITECTURES:
             hint = f"; supported are {', '.join(_ARCHITECTURES)}"
@@ -59,10 +59,10 @@ def _architecture(fields: Fields) -> Architecture:
     model_type = fields.get("model_type")
     if model_type is None and not names:
         raise CorruptCheckpoint(f"{fields.path}: required field model_type is missing")
-    if model_type is not None and model_type not in _MODEL_TYPES:
+    if model_type is not None and str(model_type) not in _MODEL_TYPES:
         hint = f"; supported are {', '.join(_MODEL_TYPES)}"
         raise fields.unsupported("model_type", model_type, hint)
-    expected = _MODEL_TYPES.get(model_type)
+    expected = _MODEL_TYPES.get(str(model_type))
     if expected is not None and names and names[0] != expected:
         raise CorruptCheckpoint(
             f"{fields.path}: architectures is {names[0]!r}, but model_type is {model_type!r}"
@@ -77,7 +77,7 @@ def _llama(fields: Fields) -> ModelConfig:
         fields.refuse("sliding_window")
     for key in ("quantization_config", "num_local_experts", "attn_logit_softcapping"):
         fields.refuse(key)
-    for kind in fields.get("layer_types") or ():
+    for kind in fields.strings("layer_types"):
         if kind != "full_attention":
             raise fields.unsupported("layer_types", kind, "; supported is 'full_attention'")
     hidden_size = fields.size("hidden_size")
@@ -88,7 +88,7 @@ def _llama(fields: Fields) -> ModelConfig:
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.size("intermediate_size"),
-        num_hidden_layers=fields.size("num_hidden_layers"),
+        num_hidden_layers=fields.layers("num_hidden_layers"),
         num_attention_heads=num_heads,
         num_key_value_heads=fields.size("num_key_value_heads", num_heads),
         head_dim=head_dim(fields, "head_dim", hidden_size, num_heads),
@@ -110,7 +110,7 @@ def _gemma3(fields: Fields) -> ModelConfig:
     fields.refuse("use_bidirectional_attention", False)
     fields.refuse("attention_bias", False)
     fields.refuse("quantization_config")
-    num_layers = fields.size("num_hidden_layers", 26)
+    num_layers = fields.layers("num_hidden_layers", 26)
     theta, local_theta, scaling = _gemma3_rope(fields)
     head_dim = fields.size("head_dim", 256)
     return ModelConfig(
@@ -145,7 +145,7 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
     fields.inner("quantization_config").refuse("quant_method", "mxfp4")
     hidden_size = fields.size("hidden_size")
     num_heads = fields.size("num_attention_heads")
-    num_layers = fields.size("num_hidden_layers")
+    num_layers = fields.layers("num_hidden_layers")
     rope_theta, rope_scaling = _rope(fields, default_theta=150000.0)
     num_experts = fields.size("num_local_experts", fields.size("num_experts", 128))
     return ModelConfig(
@@ -185,6 +185,12 @@ _MODEL_TYPES = {
 }
 
 
+_LAYER_TYPES: dict[str, LayerType] = {
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+}
+
+
 def _refuse_common(fields: Fields) -> None:
     fields.refuse("partial_rotary_factor", 1, 1.0)
     fields.refuse("rope_interleaved", False)
@@ -192,22 +198,24 @@ def _refuse_common(fields: Fields) -> None:
 
 def _layer_types(fields: Fields, num_layers: int, pattern: int) -> tuple[LayerType, ...]:
     """From the list, or every ``pattern``-th layer sees everything."""
-    kinds = fields.get("layer_types")
-    if kinds is None:
+    kinds = fields.strings("layer_types")
+    if not kinds:
         return tuple(
             "sliding_attention" if (i + 1) % pattern else "full_attention"
             for i in range(num_layers)
         )
+    types: list[LayerType] = []
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            hint = "; supported are 'full_attention' and 'sliding_attention'"
+        if kind not in _LAYER_TYPES:
+            hint = f"; supported are {', '.join(map(repr, _LAYER_TYPES))}"
             raise fields.unsupported("layer_types", kind, hint)
+        types.append(_LAYER_TYPES[kind])
     if len(kinds) != num_layers:
         raise CorruptCheckpoint(
             f"{fields.path}: layer_types names {len(kinds)} layers, num_hidden_layers is "
             f"{num_layers}"
         )
-    return tuple(kinds)
+    return tuple(types)
 
 
 def _softcap(fields: Fields, key: str) -> float:

@@ -56,7 +56,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._tensors = _text_part(_read_shards(path, shards), path)
         if config.tie_word_embeddings:
             self._tensors.pop(_HEAD, None)  # some files hold a copy, which is not used
-        shapes = _expert_stacks({name: info.shape for name, info in self._tensors.items()})
+        shapes = _expert_stacks(self._tensors, path)
         check_tensor_names(path, shapes, config)
         for name, info in self._tensors.items():
             if info.dtype == "U8" and not name.endswith(("_blocks", "_scales")):
@@ -150,17 +150,22 @@ def _text_part(tensors: dict[str, _Tensor], path: Path) -> dict[str, _Tensor]:
     return kept
 
 
-def _expert_stacks(shapes: dict[str, Shape]) -> dict[str, Shape]:
+def _expert_stacks(tensors: dict[str, _Tensor], path: Path) -> dict[str, Shape]:
     """Shapes with each stack of experts as one tensor [experts, out, in]."""
     result: dict[str, Shape] = {}
-    for name, shape in shapes.items():
+    for name, info in tensors.items():
+        shape, stack = info.shape, name.rpartition("_")[0]
         if name.endswith("_blocks") and len(shape) == 4:
-            stack = name.removesuffix("_blocks")
-            expected = shape[:3]
-            if shapes.get(f"{stack}_scales") != expected or shape[3] != GROUP // 2:
-                raise CorruptCheckpoint(f"{name} {shape} and {stack}_scales do not fit together")
+            scales = tensors.get(f"{stack}_scales")
+            is_whole = scales is not None and scales.shape == shape[:3] and shape[3] == GROUP // 2
+            if not is_whole or scales is None or {info.dtype, scales.dtype} != {"U8"}:
+                raise CorruptCheckpoint(
+                    f"{path}: {name} and {stack}_scales do not fit together; fetch the model again"
+                )
+            if stack in tensors:
+                raise CorruptCheckpoint(f"{path}: {stack} is there twice, in two forms")
             result[stack] = (*shape[:2], shape[2] * GROUP)
-        elif name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in shapes:
+        elif name.endswith("_scales") and f"{stack}_blocks" in tensors:
             continue
         elif len(shape) == 3:
             result[name] = (shape[0], shape[2], shape[1])

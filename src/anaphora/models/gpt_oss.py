@@ -7,6 +7,7 @@ import functools
 
 import numpy as np
 
+from anaphora.errors import UnsupportedModel
 from anaphora.loaders.checkpoint import Checkpoint
 from anaphora.loaders.packed import PackedWeights
 from anaphora.models.config import ModelConfig
@@ -32,7 +33,7 @@ class DecoderLayer:
 
 
 class GptOss:
-    """Weights and forward pass. Raises ``CorruptCheckpoint`` that names a bad tensor.
+    """Weights and forward pass. Raises a ``ModelError`` that names a bad tensor.
 
     Experts stay in the four bits of their checkpoint beside int8; the router, which decides, is
     float32 always.
@@ -61,23 +62,31 @@ class GptOss:
         c = self.config
         prefix = f"model.layers.{index}."
         experts = f"{prefix}mlp.experts."
+        gate_up = loader.experts(
+            f"{experts}gate_up_proj", c.hidden_size, 2 * c.intermediate_size, is_gated=True
+        )
+        down = loader.experts(f"{experts}down_proj", c.intermediate_size, c.hidden_size)
+        if gate_up.data.dtype != down.data.dtype:
+            raise UnsupportedModel(
+                f"{experts}gate_up_proj and down_proj are of different types; both must be MXFP4, "
+                "or neither"
+            )
         return DecoderLayer(
             window=window,
             input_layernorm=loader.norm(f"{prefix}input_layernorm"),
             qkv_proj=loader.qkv_proj(prefix),
             sinks=loader.vector(f"{prefix}self_attn.sinks", c.num_attention_heads),
-            o_proj=loader.o_proj(prefix),
+            o_proj=loader.o_proj(prefix, has_bias=True),
             post_attention_layernorm=loader.norm(f"{prefix}post_attention_layernorm"),
             router=loader.linear(
                 f"{prefix}mlp",
                 c.hidden_size,
                 ("router", c.num_local_experts),
                 pack=functools.partial(self.ops.pack_linear, dtype="float32"),
+                has_bias=True,
             ),
-            gate_up_proj=loader.experts(
-                f"{experts}gate_up_proj", c.hidden_size, 2 * c.intermediate_size, is_gated=True
-            ),
-            down_proj=loader.experts(f"{experts}down_proj", c.intermediate_size, c.hidden_size),
+            gate_up_proj=gate_up,
+            down_proj=down,
         )
 
     def forward(self, batch: Batch, store: KVStore) -> Array:

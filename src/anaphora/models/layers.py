@@ -84,14 +84,19 @@ class LayerLoader:
         in_size: int,
         *parts: tuple[str, int],
         pack: PackLinear | None = None,
+        has_bias: bool = False,
     ) -> Linear:
-        """The matrices ``parts`` of ``module``, by name and rows, as one with their biases."""
+        """The matrices ``parts`` of ``module``, by name and rows, as one with their biases.
+
+        All of them have one, or none; ``has_bias``: they must.
+        """
         names = [(f"{module}.{name}", size) for name, size in parts]
         read, has = self._checkpoint.read, self._checkpoint.has
 
         def make() -> Linear:
             weights = [read(f"{n}.weight", (size, in_size)) for n, size in names]
-            biases = [read(f"{n}.bias", (size,)) for n, size in names if has(f"{names[0][0]}.bias")]
+            are_there = has_bias or any(has(f"{n}.bias") for n, _ in names)
+            biases = [read(f"{n}.bias", (size,)) for n, size in names if are_there]
             return (pack or self._ops.pack_linear)(
                 np.concatenate(weights), np.concatenate(biases) if biases else None
             )
@@ -109,13 +114,20 @@ class LayerLoader:
         c = self.config
         kv_size = c.num_key_value_heads * c.head_dim
         parts = ("q_proj", c.num_attention_heads * c.head_dim), ("k_proj", kv_size)
-        return self.linear(f"{prefix}self_attn", c.hidden_size, *parts, ("v_proj", kv_size))
+        return self.linear(
+            f"{prefix}self_attn",
+            c.hidden_size,
+            *parts,
+            ("v_proj", kv_size),
+            has_bias=c.attention_bias,
+        )
 
-    def o_proj(self, prefix: str) -> Linear:
+    def o_proj(self, prefix: str, *, has_bias: bool = False) -> Linear:
         """From the heads back to the hidden state."""
         c = self.config
         size = c.num_attention_heads * c.head_dim
-        return self.linear(f"{prefix}self_attn", size, ("o_proj", c.hidden_size))
+        part = ("o_proj", c.hidden_size)
+        return self.linear(f"{prefix}self_attn", size, part, has_bias=has_bias)
 
     def gate_up_proj(self, prefix: str) -> Linear:
         """gate | up rows of the gated MLP."""

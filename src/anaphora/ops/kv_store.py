@@ -65,6 +65,11 @@ class KVLayout:
         """Block tables beside the first one: blocks that windowed layers take for 16 tokens."""
         return max((table for table, _ in self.places), default=0)
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the blocks of the last table have layers that no layer of the model is."""
+        return len(self.places) < self.num_layers * (1 + self.num_window_tables)
+
     def place(self, layer: int) -> tuple[int, int]:
         """Block table and layer in its blocks of a layer of the model."""
         return self.places[layer] if self.places else (0, layer)
