@@ -10,6 +10,7 @@ The vocabulary is 512 byte tokens, so that the head does not hide the layers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import statistics
 import time
@@ -90,20 +91,21 @@ def make(path: Path, num_layers: int) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Bytes in GPT-2's spelling, and control tokens up to the size of the vocabulary."""
+    """Bytes in GPT-2's spelling, and pairs of letters up to the size of the vocabulary."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable}
     chars |= {byte: chr(0x100 + index) for index, byte in enumerate(others)}
     tokens = [chars[byte] for byte in range(256)] + ["th"]
-    tokens += [f"<|{i}|>" for i in range(VOCAB - 257)]
+    pairs = (a + b for a in "abcdefghijklmnop" for b in "abcdefghijklmnopq")
+    tokens += [*itertools.islice(pairs, VOCAB - 259), "<|bos|>", "<|eos|>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 257 + [3] * (VOCAB - 257))
+    writer.add_token_types([1] * (VOCAB - 2) + [3] * 2)
     writer.add_token_merges([f"{chars[0x74]} {chars[0x68]}"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
+    writer.add_bos_token_id(VOCAB - 2)
+    writer.add_eos_token_id(VOCAB - 1)
 
 
 def measure(path: Path) -> None:

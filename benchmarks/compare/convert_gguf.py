@@ -13,10 +13,10 @@ MOSTLY_Q8_0 = 7  # general.file_type
 
 
 def main() -> None:
-    """Copies metadata, requantises matrices, keeps vectors in float32."""
+    """Copies metadata, requantises matrices, keeps vectors in float32 and four-bit experts."""
     source, target = sys.argv[1:]
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "llama")
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name in (
             "general.architecture",
@@ -28,6 +28,9 @@ def main() -> None:
         writer.add_key_value(field.name, field.contents(), kind, sub_type=element)
     writer.add_file_type(MOSTLY_Q8_0)
     for tensor in reader.tensors:
+        if tensor.tensor_type == GGMLQuantizationType.MXFP4:  # as every engine keeps it
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            continue
         values = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if values.ndim == 1:
             writer.add_tensor(tensor.name, values)

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from anaphora.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from anaphora.loaders.checkpoint import open_checkpoint
+from anaphora.loaders.hf_config import read_config
 from anaphora.models.config import RopeScaling
 from tests.loaders.tiny import CONFIG, random_weights, write_directory
 
@@ -301,3 +302,60 @@ def test_library_still_refuses_overlaps() -> None:
     head = json.dumps(header).encode()
     with pytest.raises(safetensors.SafetensorError):
         safetensors.deserialize(len(head).to_bytes(8, "little") + head + bytes(12))
+
+
+# What the published Llama 3.1 8B and 3.3 70B say, every field.
+PUBLISHED = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    [(4096, 14336, 32, 32), (8192, 28672, 80, 64)],
+    ids=["3.1 8B", "3.3 70B"],
+)
+def test_published_llama_configurations(
+    tmp_path: Path, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int
+) -> None:
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | sizes))
+    generation = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    config = read_config(tmp_path, {})
+    assert config.head_dim == 128
+    assert (config.num_attention_heads, config.num_key_value_heads) == (num_heads, 8)
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.rope_type == "llama3"
+    assert config.layer_windows == (0,) * num_layers
