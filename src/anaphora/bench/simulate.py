@@ -25,10 +25,11 @@ from rich.table import Table
 
 from anaphora.bench.optimum import optimal_hits
 from anaphora.bench.traces import ReadOptions, Trace, read_trace
+from anaphora.cache.cacheable import Admission
 from anaphora.cache.eviction import POLICIES, EvictionPolicy
 from anaphora.cache.hashing import HASH_BYTES, BlockHash, BlockHasher, BlockKey
 from anaphora.cache.hierarchy import Hierarchy
-from anaphora.cache.manager import Admission, CacheManager
+from anaphora.cache.manager import CacheManager
 from anaphora.cache.pool import BlockRecord
 from anaphora.cache.shares import Owner
 from anaphora.cache.tiers import Mover, Pieces, Transfer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import collections
 import dataclasses
 import functools
@@ -10,8 +9,8 @@ import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from anaphora.cache.cacheable import Admission, Cacheable, Keyed, Match, Prefix
 from anaphora.cache.hashing import (
     TOKEN_BYTES,
     BlockHash,
@@ -21,10 +20,10 @@ from anaphora.cache.hashing import (
 )
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.pins import Pins
-from anaphora.cache.pool import Block, BlockPool, BlockRecord
+from anaphora.cache.pool import Block, BlockPool
 from anaphora.cache.shares import Owner
 from anaphora.cache.tiers import Estimate, LowerTier, Transfer
-from anaphora.cache.windows import Windows, WindowState
+from anaphora.cache.windows import Windows
 from anaphora.errors import InvalidRequest
 from anaphora.types import CacheReport, CacheScope, MissReason, PinInfo, PurgeCounts
 
@@ -35,58 +34,6 @@ _KEYS_BETWEEN_YIELDS = 64
 _MAX_COMPARED = 64  # prompts that one is compared with, to say where it differs
 _MIN_LOADS = 4  # at once, also if they push out blocks that were not copied down yet
 _MAX_REMEMBERED = 4096  # beginnings of prompts, to tell other scopes apart
-
-
-@dataclasses.dataclass(slots=True)
-class Admission:
-    """How a sequence got its blocks at its latest start."""
-
-    num_found: int  # blocks in tier 1
-    num_declined: int  # blocks that a lower tier had, but computing was cheaper
-    to_load: collections.deque[tuple[LowerTier, Block, BlockRecord]]  # held; the next ones
-    first_seen: int = 0  # block from which on windowed layers see something
-    num_loading: int = 0  # blocks on their way from lower tiers
-    num_loaded: Counter[str] = dataclasses.field(default_factory=Counter)  # by tier
-
-
-class Keyed(Protocol):
-    """What decides the keys of blocks."""
-
-    token_ids: list[int]
-    root_hash: BlockHash
-    num_public_blocks: int  # at its start, shared by all tenants
-    block_keys: list[BlockKey]  # of its full blocks, each computed once
-
-
-@dataclasses.dataclass(slots=True)
-class Prefix:
-    """Tokens that nobody generates anything after."""
-
-    token_ids: list[int]
-    root_hash: BlockHash
-    num_public_blocks: int
-    block_keys: list[BlockKey] = dataclasses.field(default_factory=list)
-
-
-class Cacheable(Keyed, Protocol):
-    """What the manager needs of a sequence. It fills all but the owner."""
-
-    owner: Owner
-    admission: Admission | None
-    num_computed_tokens: int  # K and V exist for these, and the next step goes on after them
-    num_found_tokens: int  # in blocks that it found, which it never writes
-    block_table: array.array[int]  # ids of the blocks it holds, in order
-    window: WindowState
-
-
-@dataclasses.dataclass(slots=True)
-class Match:
-    """What the tiers have of the start of a sequence, at this moment."""
-
-    found: list[Block]  # in tier 1
-    below: list[tuple[LowerTier, Block]]  # right after them, worth fetching
-    declined: list[tuple[LowerTier, Block]]  # right after these, but computing is cheaper
-    num_whole: int = 0  # blocks that are there, also those without a window part that it needs
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,7 +7,8 @@ import operator
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from anaphora.cache.manager import CacheManager, Match
+from anaphora.cache.cacheable import Match
+from anaphora.cache.manager import CacheManager
 from anaphora.engine.sequence import Sequence, SequenceStatus
 from anaphora.types import FinishReason
 

@@ -9,8 +9,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from anaphora.cache.cacheable import Admission
 from anaphora.cache.hashing import BlockHash, BlockKey
-from anaphora.cache.manager import Admission
 from anaphora.cache.shares import Owner
 from anaphora.cache.windows import WindowState
 from anaphora.ops.lora import Adapter
