@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 INT8_MAX = 127
 GROUP = 32  # inputs of a row that share a scale, as kGroup in csrc/kernels.h
+_ROWS = 4096  # of a weight that are rounded at a time
 _SMALLEST = np.float32(1e-30)  # a group without a larger value is zero: 127 / x must stay finite
 
 
@@ -56,10 +57,15 @@ def quantize_weight(
     weight: npt.NDArray[np.float32],
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """``weight`` [N, K] as int8 [N, K] and scales [N] with weight ~ int8 * scale."""
-    largest = np.abs(weight).max(axis=1)
-    scale = (largest / np.float32(INT8_MAX)).astype(np.float32)
-    inverse = np.divide(INT8_MAX, largest, out=np.zeros_like(largest), where=largest > 0)
-    return np.rint(weight * inverse[:, None]).astype(np.int8), scale
+    quantized = np.empty(weight.shape, np.int8)
+    scale = np.empty(len(weight), np.float32)
+    for start in range(0, len(weight), _ROWS):  # a head can have 2 GB; not three times in memory
+        rows = weight[start : start + _ROWS]
+        largest = np.abs(rows).max(axis=1)
+        scale[start : start + _ROWS] = largest / np.float32(INT8_MAX)
+        inverse = np.divide(INT8_MAX, largest, out=np.zeros_like(largest), where=largest > 0)
+        quantized[start : start + _ROWS] = np.rint(rows * inverse[:, None])
+    return quantized, scale
 
 
 def quantize_groups(
