@@ -191,24 +191,6 @@ def test_after_eviction_and_recomputation(driver, prompt, cold):
     assert_bit_equal(logits, cold)
 
 
-def test_after_window_parts_are_lost(driver, prompt, cold):
-    """The blocks are there, but not what windowed layers see: computed again, then found again."""
-    if driver.engine.cache.windows is None:
-        pytest.skip("no windowed layers")
-    driver.run(prompt)
-    pool = driver.engine.cache.pool
-    while pool.reclaim(None):
-        pass
-    num_findable = pool.num_findable
-    logits, num_cached = driver.run(prompt)
-    assert num_cached == 0
-    assert_bit_equal(logits, cold)
-    assert pool.num_findable == num_findable  # no block twice
-    warm, num_cached = driver.run(prompt)
-    assert num_cached == NUM_PROMPT // 16 * 16
-    assert_bit_equal(warm, cold)
-
-
 def test_generated_tokens_are_found_by_the_next_turn(driver, prompt):
     """A conversation's second turn reuses what the first one generated, bit for bit."""
     first = driver.add(prompt[:100], max_tokens=40)

@@ -243,6 +243,24 @@ def test_tenants_share_no_part_and_a_purge_leaves_nothing(path):
     assert all(any(store.block_view(block_id)) for block_id in pages["bob"])
 
 
+def test_after_all_parts_are_lost(path, plenty):
+    """The blocks are there, but not what windowed layers see: computed again, then found again."""
+    driver = open_driver(path)
+    prompt = make_prompt(1, 333)
+    driver.run(prompt)
+    pool = driver.engine.cache.pool
+    while pool.reclaim(None):
+        pass
+    num_findable = pool.num_findable
+    logits, num_cached = driver.run(prompt)
+    assert num_cached == 0
+    assert_bit_equal(logits, cold(plenty, prompt))
+    assert pool.num_findable == num_findable  # no block twice
+    warm, num_cached = driver.run(prompt)
+    assert num_cached == 320
+    assert_bit_equal(warm, logits)
+
+
 def test_pins_count_what_windowed_layers_need(path):
     """What may be pinned fits, so that a pinned prompt is found whatever else comes."""
     driver = open_driver(path, num_blocks=600, pin_quota=0.3)

@@ -15,8 +15,8 @@ def load(path, ops):
         return load_model(checkpoint, ops)
 
 
-def all_logits(model, token_ids, kv_dtype="float32", adapters=None):
-    """Logits [T, vocab] of one sequence in one chunk."""
+def all_logits(model, token_ids, kv_dtype="float32", adapters=None, every=1):
+    """Logits [T, vocab] of one sequence in one chunk, or only of each so many tokens."""
     c = model.config
     model.set_max_model_len(2048)
     layout = KVLayout(
@@ -35,7 +35,7 @@ def all_logits(model, token_ids, kv_dtype="float32", adapters=None):
         seq_index=np.zeros(len(span), np.int32),
         slots=span.astype(np.int64),
         block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-        logit_rows=span.astype(np.int32),
+        logit_rows=span[::every].astype(np.int32),
         adapters=adapters,
     )
     return model.forward(batch, store)
@@ -53,7 +53,7 @@ def divergence(exact, near):
     return float((np.exp(a) * (a - b)).sum(axis=1).mean())
 
 
-def perplexity(logits, token_ids):
-    """Of a text under the logits [T, vocab] of its tokens."""
-    targets = np.arange(len(token_ids) - 1), np.asarray(token_ids[1:])
-    return float(np.exp(-log_softmax(logits)[targets].mean()))
+def perplexity(logits, token_ids, every=1):
+    """Of a text under the logits of its tokens, or of each so many."""
+    targets = np.asarray(token_ids[1:])[::every]
+    return float(np.exp(-log_softmax(logits)[np.arange(len(targets)), targets].mean()))
