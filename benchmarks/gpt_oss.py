@@ -3,8 +3,8 @@
     python benchmarks/gpt_oss.py make FILE [--layers 2]    write one (0.7 GB for two layers)
     python benchmarks/gpt_oss.py measure FILE              load it and time steps, in this process
 
-``anaphora bench --model FILE`` and ``make compare COMPARE="--model FILE"`` measure it as a server.
-The vocabulary is 512 byte tokens, so that the head does not hide the layers.
+``anaphora bench FILE`` and ``make compare COMPARE="--model FILE"`` measure it as a server.
+The vocabulary is bytes and pairs of letters, 512 tokens, so that the head does not hide the layers.
 """
 
 from __future__ import annotations

@@ -150,10 +150,9 @@ struct Mxfp4Problem {
             i32x16 acc[R][C];
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < C; ++c)
-                    acc[r][c] = kWeightOffset == 0
-                                    ? zero_i32()
-                                    : set1(start[r * rows.groups + g] / std::max(kWeightOffset, 1) *
-                                           kFp4Offset);
+                    // what start takes back for int8, in terms of this offset
+                    acc[r][c] = set1(start[r * rows.groups + g] / std::max(kWeightOffset, 1) *
+                                     kFp4Offset);
             for (int i = 0; i < kGroup; i += kDepth) {
                 Weights column[C];
                 for (int c = 0; c < C; ++c)

@@ -22,7 +22,7 @@ class Admission:
     num_found: int  # blocks in tier 1
     num_declined: int  # blocks that a lower tier had, but computing was cheaper
     to_load: collections.deque[tuple[LowerTier, Block, BlockRecord]]  # held; the next ones
-    first_seen: int = 0  # block from which on windowed layers see something
+    first_seen: int  # block from which on windowed layers see something
     num_loading: int = 0  # blocks on their way from lower tiers
     num_loaded: Counter[str] = dataclasses.field(default_factory=Counter)  # by tier
 
@@ -64,4 +64,5 @@ class Match:
     found: list[Block]  # in tier 1
     below: list[tuple[LowerTier, Block]]  # right after them, worth fetching
     declined: list[tuple[LowerTier, Block]]  # right after these, but computing is cheaper
-    num_whole: int = 0  # blocks that are there, also those without a window part that it needs
+    first_seen: int = 0  # block from which on windowed layers see something
+    num_wanted: int = 0  # blocks that are there, if some could not be used for want of window parts

@@ -195,7 +195,7 @@ class Hierarchy:
         self._mover.submit(transfer, self._pieces(transfer))
 
     def _pieces(self, transfer: Transfer) -> Pieces:
-        """Where the upper tier has the bytes. A window part has a reader until ``_end_piece``."""
+        """Where the upper tier has the bytes. A window part has a reader until ``_end_pieces``."""
         tier, block = transfer.upper, transfer.block
         memory = tier.storage if isinstance(tier, LowerTier) else self._memory
         assert isinstance(memory, Memory)

@@ -138,7 +138,7 @@ class CacheManager:
         num_worth = self.hierarchy.num_worth_loading(
             below, None if seconds is None else seconds * self.block_size
         )
-        match = Match(found, below[:num_worth], below[num_worth:], len(found) + num_worth)
+        match = Match(found, below[:num_worth], below[num_worth:])
         if self.windows is not None:
             self._cut(match, self.windows, len(seq.token_ids))
         return match
@@ -148,7 +148,9 @@ class CacheManager:
         has_part = [block.window is not None for block in match.found]
         has_part += [slot.has_window for _, slot in match.below]
         num_blocks = windows.cut(has_part, num_tokens)
+        match.first_seen = windows.first_needed(num_blocks, num_tokens)
         if num_blocks < len(has_part):
+            match.num_wanted = len(has_part)
             del match.below[max(0, num_blocks - len(match.found)) :]
             del match.found[num_blocks:]
             match.declined.clear()
@@ -176,9 +178,7 @@ class CacheManager:
         needed = num_blocks - len(match.found)
         needed += sum(block.ref_count == 0 for block in match.found)  # free now, not after start
         if self.windows is not None:
-            num_hit = len(match.found) + len(match.below)
-            first = self.windows.first_seen(min(num_hit * self.block_size, num_tokens - 1))
-            needed += self.windows.num_new_pages(num_blocks, match.found[first:])
+            needed += self.windows.num_new_pages(num_blocks, match.found[match.first_seen :])
         return needed <= self.pool.num_available
 
     def num_cached_tokens(self, seq: Cacheable, num_blocks: int) -> int:
@@ -193,11 +193,7 @@ class CacheManager:
         """
         assert not seq.block_table
         to_load = collections.deque((tier, slot, slot.record) for tier, slot in match.below)
-        seq.admission = Admission(len(match.found), len(match.declined), to_load)
-        if self.windows is not None:
-            num_hit = len(match.found) + len(match.below)
-            end = min(num_hit * self.block_size, len(seq.token_ids) - 1)
-            seq.admission.first_seen = self.windows.first_seen(end)
+        seq.admission = Admission(len(match.found), len(match.declined), to_load, match.first_seen)
         for tier, slot in match.below:  # before anything is taken, which may push others out
             tier.pool.hold(slot)
         for block in match.found:
@@ -205,9 +201,8 @@ class CacheManager:
             self.pool.hit(block, seq.owner)
         seq.block_table.extend(block.block_id for block in match.found)
         if self.windows is not None:
-            num_hit = len(match.found) + len(match.below)
-            self.windows.begin(seq.window, match.found, num_hit, len(seq.token_ids))
-            seq.window.num_wanted = match.num_whole if match.num_whole > num_hit else 0
+            self.windows.begin(seq.window, match.found, match.first_seen)
+            seq.window.num_wanted = match.num_wanted
             seq.window.num_prompt_blocks = self._num_matchable(seq)
         self._set_found(seq, len(match.found))
         for index in range(len(match.found), self._num_matchable(seq)):
@@ -300,7 +295,8 @@ class CacheManager:
         if num_blocks == len(blocks):
             return
         windows.end(seq.window)
-        windows.begin(seq.window, blocks[:num_blocks], num_blocks, num_tokens)
+        first = windows.first_needed(num_blocks, num_tokens)
+        windows.begin(seq.window, blocks[:num_blocks], first)
         self.pool.release(blocks[num_blocks:])
         del seq.block_table[num_blocks:]
         seq.window.num_wanted = max(seq.window.num_wanted, num_found)
@@ -441,20 +437,20 @@ class CacheManager:
         for index in range(first, full):
             key = self._key(seq, index)
             block = self.pool.blocks[seq.block_table[index]]
-            known = self.pool.find(key) if self._is_findable_before(seq, index) else None
+            self._retract(seq, key)
+            if not self._is_findable_before(seq, index):
+                continue
+            history, known = self.hierarchy.history, self.pool.find(key)
             if known is not None:  # computed by two at once, with the same bits: keep one of them
                 self.pool.hold(known)
                 if self.windows is not None:
                     self.windows.share(seq.window, index, known)
                 self.pool.release([block])
                 seq.block_table[index] = known.block_id
-            elif self._is_findable_before(seq, index):
-                history = self.hierarchy.history
-                if self.pool.publish(block, key, index, self._owner(seq, index)):
-                    history.discard(key.block_hash)
-                else:
-                    history.record(key.block_hash, "over_share", self.hierarchy.device.name)
-            self._retract(seq, key)
+            elif self.pool.publish(block, key, index, self._owner(seq, index)):
+                history.discard(key.block_hash)
+            else:
+                history.record(key.block_hash, "over_share", self.hierarchy.device.name)
 
     def _is_findable_before(self, seq: Cacheable, index: int) -> bool:
         """Whether ``seq`` holds the findable block before ``index``; it may have been purged."""

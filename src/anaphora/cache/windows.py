@@ -65,11 +65,16 @@ class Windows:
         """The first block that windowed layers of the token at ``position`` see."""
         return max(0, position - self.window.num_tokens + 1) // self._block_size
 
+    def first_needed(self, num_blocks: int, num_tokens: int) -> int:
+        """The first block that windowed layers see when a sequence of ``num_tokens`` goes on after
+        ``num_blocks``; its last token is always computed."""
+        return self.first_seen(min(num_blocks * self._block_size, num_tokens - 1))
+
     def cut(self, has_part: Sequence[bool], num_tokens: int) -> int:
         """The most blocks of a run that a sequence of ``num_tokens`` can go on after."""
         num_blocks = len(has_part)
         while num_blocks:
-            first = self.first_seen(min(num_blocks * self._block_size, num_tokens - 1))
+            first = self.first_needed(num_blocks, num_tokens)
             missing = next(
                 (i for i in range(num_blocks - 1, first - 1, -1) if not has_part[i]), None
             )
@@ -85,13 +90,9 @@ class Windows:
         held = sum(block.window is not None and block.window.num_readers > 0 for block in found)
         return (max(min(num_blocks, window.max_parts), len(found)) - held) * window.num_pages
 
-    def begin(
-        self, state: WindowState, found: Sequence[Block], num_blocks: int, num_tokens: int
-    ) -> None:
-        """Holds the parts of ``found`` that a sequence of ``num_tokens`` sees which goes on after
-        ``num_blocks`` blocks, of which they are the first."""
+    def begin(self, state: WindowState, found: Sequence[Block], first: int) -> None:
+        """Holds the parts of a sequence's first blocks, from block ``first`` on."""
         self._prepare(state)
-        first = self.first_seen(min(num_blocks * self._block_size, num_tokens - 1))
         state.num_passed = min(first, len(found))
         for table in state.tables:
             table.extend([0] * state.num_passed)
@@ -102,7 +103,7 @@ class Windows:
             part.is_kept = True
             self._append(state, part)
 
-    def extend(self, state: WindowState, block: Block, owner: Owner) -> WindowPart:
+    def extend(self, state: WindowState, block: Block, owner: Owner) -> None:
         """A part for a block that a sequence is going to write."""
         self._prepare(state)
         part = WindowPart(self._take_pages(owner), block)
@@ -110,7 +111,6 @@ class Windows:
             self._pool.erase(part.pages[-1].block_id)
         self.attach(part, block)
         self._append(state, part)
-        return part
 
     def extend_without(self, state: WindowState) -> None:
         """A block of which the sequence will see nothing in windowed layers."""

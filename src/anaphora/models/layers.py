@@ -42,8 +42,8 @@ class LayerLoader:
         self._packed = packed
         self.adapter_places: list[AdapterPlace] = []  # of the linears, in their order
         self._linears: list[Linear] = []
-        self._other_bytes = 0  # of the embedding
-        self._norm_bytes = 0
+        self._embedding_bytes = 0
+        self._norm_bytes = 0  # and of other vectors
         self._head: Linear | None = None
 
     def embedding_and_head(self) -> tuple[npt.NDArray[Any], Linear]:
@@ -62,7 +62,7 @@ class LayerLoader:
             read.cache_clear()  # the largest tensors: not two in memory at once
         self._head = self._packed.linear("lm_head", lambda: ops.pack_linear(read(f"{head}.weight")))
         read.cache_clear()
-        self._other_bytes += table.nbytes
+        self._embedding_bytes += table.nbytes
         return table, self._head
 
     def norm(self, name: str, size: int | None = None) -> Norm:
@@ -166,7 +166,7 @@ class LayerLoader:
         num_bytes = sum(w.num_bytes for w in self._linears) + self._head.num_bytes
         step_bytes = sum(w.num_bytes * used // w.count for w, used in linears)
         return ModelSizes(
-            weight_bytes=num_bytes + self._norm_bytes + self._other_bytes,
+            weight_bytes=num_bytes + self._norm_bytes + self._embedding_bytes,
             step_weight_bytes=step_bytes + self._head.num_bytes + self._norm_bytes,
             num_multiplied_weights=sum(w.in_features * w.out_features * n for w, n in linears),
             num_head_weights=self._head.in_features * self._head.out_features,
