@@ -32,7 +32,8 @@ def main() -> None:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
             continue
         values = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if values.ndim == 1:
+        # Vectors, one or one for each expert; the router, which converters keep as it is.
+        if values.ndim == 1 or not tensor.name.endswith(".weight") or "gate_inp" in tensor.name:
             writer.add_tensor(tensor.name, values)
         else:
             writer.add_tensor(tensor.name, quants.quantize(values, Q8_0), raw_dtype=Q8_0)
