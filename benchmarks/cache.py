@@ -29,7 +29,8 @@ from anaphora.cache.hashing import BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.shares import Owner
-from anaphora.config import EngineConfig
+from anaphora.config import EngineConfig, Weights
+from anaphora.engine.accounts import Accounts
 from anaphora.engine.engine import Engine
 from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.sequence import Sequence
@@ -56,11 +57,16 @@ def new_manager(num_blocks: int) -> CacheManager:
     return CacheManager(hierarchy, 16, BlockHasher(bytes(32), {}))
 
 
-def new_sequence(cache: CacheManager, token_ids: list[int], index: int = 0) -> Sequence:
+def new_sequence(
+    cache: CacheManager, token_ids: list[int], index: int = 0, accounts: Accounts | None = None
+) -> Sequence:
     params = SamplingParams(max_tokens=10_000)
     root = cache.root(CacheScope())
     owner = Owner("tenant", "interactive")
-    return Sequence("r", index, token_ids, params, root, max_tokens=10_000, owner=owner)
+    account = (accounts or Accounts(Weights())).of(owner, "")
+    return Sequence(
+        "r", index, token_ids, params, root, max_tokens=10_000, owner=owner, account=account
+    )
 
 
 def overheads() -> list[str]:
@@ -86,7 +92,7 @@ def overheads() -> list[str]:
     cache = new_manager(4096)
     scheduler = Scheduler(cache, max_num_seqs=64, max_num_batched_tokens=128)
     for index in range(64):
-        scheduler.add(new_sequence(cache, tokens(index, 300), index))
+        scheduler.add(new_sequence(cache, tokens(index, 300), index, scheduler.accounts))
     steps, in_cache = [], []
     for _ in range(600):
         start = time.perf_counter()

@@ -190,6 +190,8 @@ class AsyncLLM:
         scope: CacheScope | None = None,
         workload: Workload = "interactive",
         adapter: str | None = None,
+        endpoint: str = "",
+        urgent_in: float | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Streams the output of all ``params.n`` choices, interleaved.
@@ -204,6 +206,8 @@ class AsyncLLM:
             params=params,
             scope=self._names.scope(scope or CacheScope(), adapter),
             workload=workload,
+            endpoint=endpoint,
+            urgent_in=urgent_in,
         )
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         self._names.check_loaded(request.scope)

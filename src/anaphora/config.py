@@ -61,6 +61,23 @@ def format_size(num_bytes: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What a token costs beside a prompt's token that is computed, which costs 1."""
+
+    cached: float = 0.1  # a prompt's token that was found
+    output: float = 2.0  # a generated one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BoughtCapacity:
+    """What an endpoint of provisioned throughput bought, in tokens as ``Weights`` counts them."""
+
+    endpoint: str
+    tokens_per_second: float
+    may_burst: bool = False  # beyond it, as interactive work; else what is beyond waits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that decides how a model is run. Raises ``ConfigError`` that names the option."""
 
@@ -91,6 +108,8 @@ class EngineConfig:
     max_lora_rank: int = 64
     audit_hits: float = 0.0  # part of the hits that are computed again and compared
     threads: int | None = None  # None: the cores this process may use
+    weights: Weights = Weights()
+    bought_capacity: tuple[BoughtCapacity, ...] = ()
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("int8", "float32"))

@@ -223,6 +223,8 @@ class FakeLLM:
         *,
         scope: CacheScope = CacheScope(),  # noqa: B008  frozen
         workload: Workload = "interactive",
+        endpoint: str = "",
+        urgent_in: float | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """As ``AsyncLLM.generate``: checks now, works when the generator is stepped."""
@@ -234,6 +236,8 @@ class FakeLLM:
             params=params,
             scope=scope,
             workload=workload,
+            endpoint=endpoint,
+            urgent_in=urgent_in,
         )
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         self._names.check_loaded(scope)

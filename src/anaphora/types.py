@@ -175,6 +175,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     scope: CacheScope = CacheScope()
     workload: Workload = "interactive"
+    endpoint: str = ""  # whose bought capacity serves it, for provisioned work
+    urgent_in: float | None = None  # seconds until batch work becomes interactive
 
     def check(self, *, max_model_len: int, vocab_size: int) -> None:
         """Raises ``RequestError`` if a model of this size cannot serve the request."""

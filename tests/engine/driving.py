@@ -33,7 +33,9 @@ class Driver:
             self.logits[f"{seq.request_id}/{seq.index}"].append(row.copy())
         return logits
 
-    def add(self, prompt, *, scope=SCOPE, workload="interactive", **params) -> str:
+    def add(
+        self, prompt, *, scope=SCOPE, workload="interactive", endpoint="", urgent_in=None, **params
+    ) -> str:
         """Queues a greedy request and returns its id."""
         self.num_requests += 1
         request_id = str(self.num_requests)
@@ -45,6 +47,8 @@ class Driver:
                 params=SamplingParams(**(defaults | params)),
                 scope=scope,
                 workload=workload,
+                endpoint=endpoint,
+                urgent_in=urgent_in,
             )
         )
         return request_id

@@ -13,6 +13,7 @@ import pytest
 from anaphora import _native
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
+from anaphora.engine.scheduler import Step
 from anaphora.errors import ConfigError, UnknownModel, UnusableAdapter
 from anaphora.types import CacheScope, LoadAdapter, PurgeCache, UnloadAdapter
 from tests.engine.driving import Driver, PatientDriver, assert_bit_equal
@@ -174,7 +175,7 @@ def test_after_preemption(driver, scopes, cold):
     while len(driver.outputs[f"{ids['mlp']}/0"]) < 3:
         driver.step()
     for _ in range(2):
-        driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], [])
+        driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], Step(0))
         driver.forget()
         driver.step()
     driver.finish()
@@ -270,7 +271,7 @@ class TestLoading:
         others = [driver.add(PROMPT, scope=scope, max_tokens=40) for _ in range(2)]
         driver.step()
         driver.engine.command(UnloadAdapter(digest=scope.adapter))
-        driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], [])
+        driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], Step(0))
         driver.finish()
         assert_bit_equal(driver.result(decoding), short)
         for request_id in others:

@@ -11,6 +11,7 @@ import pytest
 from anaphora import _native
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
+from anaphora.engine.scheduler import Step
 from anaphora.types import CacheScope
 from tests.engine.driving import Driver, assert_bit_equal
 from tests.models.families import GEMMA3, GPT_OSS, write_family
@@ -169,10 +170,10 @@ def test_after_preemption(driver, prompt, cold):
     request_id = driver.add(prompt)
     while len(driver.outputs[f"{request_id}/0"]) < 3:
         driver.step()
-    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], [])
+    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], Step(0))
     driver.step()
     driver.forget()  # and once its blocks are gone too
-    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], [])
+    driver.engine.scheduler._preempt(driver.engine.scheduler.running[0], Step(0))
     driver.finish()
     assert driver.num_cached(request_id) == 0
     assert_bit_equal(driver.result(request_id), cold)

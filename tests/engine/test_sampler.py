@@ -9,6 +9,7 @@ import pytest
 
 from anaphora.cache.hashing import BlockHash
 from anaphora.cache.pool import NOBODY
+from anaphora.engine.accounts import Account
 from anaphora.engine.sampler import adjust, candidates, logprob, sample
 from anaphora.engine.sequence import Sequence
 from anaphora.types import SamplingParams
@@ -27,6 +28,7 @@ def make_sequence(generated=(), prompt_ids=(0,), **params):
         BlockHash(bytes(32)),
         max_tokens=100,
         owner=NOBODY,
+        account=Account(0),
     )
     for token_id in generated:
         seq.append(token_id, frozenset())

@@ -425,10 +425,10 @@ def test_long_prompts_are_hashed_beside_the_step_loop(tiny_path):
     """Others go on meanwhile; an abort on the way leaves nothing; the hit comes all the same."""
     driver = make_driver(tiny_path, num_blocks=400)
     first = driver.add(prompt(1, 3000), max_tokens=2)
-    assert driver.engine.scheduler.waiting == {}
+    assert driver.engine.scheduler.waiting == []
     assert driver.engine.has_work
     short = driver.add(prompt(2, 20), max_tokens=2)
-    assert next(iter(driver.engine.scheduler.waiting)).request_id == short
+    assert driver.engine.scheduler.waiting[0].request_id == short
     driver.finish()
     assert len(driver.tokens(first)) == len(driver.tokens(short)) == 2
     gone = driver.add(prompt(3, 3000))

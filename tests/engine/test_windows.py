@@ -10,6 +10,7 @@ import pytest
 
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
+from anaphora.engine.scheduler import Step
 from anaphora.errors import QuotaExceeded
 from anaphora.ops.kv_store import KVLayout
 from anaphora.types import CacheScope, PurgeCache
@@ -213,7 +214,7 @@ def test_random_use_is_exact(path, plenty):
             driver.step()
             running = driver.engine.scheduler.running
             if running and rng.random() < 0.05:
-                driver.engine.scheduler._preempt(running[0], [])
+                driver.engine.scheduler._preempt(running[0], Step(0))
         for request_id, key in ids.items():
             assert_bit_equal(driver.result(request_id), expected[key])
     driver.engine.close()

@@ -65,6 +65,7 @@ class Auditor:
             BlockHash(os.urandom(HASH_BYTES)),  # finds nothing, and is found by nobody
             max_tokens=1,
             owner=seq.owner,
+            account=seq.account,
             adapter=seq.adapter,
         )
 

@@ -22,6 +22,7 @@ from anaphora.cache.tiers import Tier
 from anaphora.cache.windows import Window
 from anaphora.config import EngineConfig
 from anaphora.engine import sampler
+from anaphora.engine.accounts import Accounts
 from anaphora.engine.adapters import LoadedAdapters
 from anaphora.engine.audit import Auditor
 from anaphora.engine.memory import create_storages, plan_max_model_len, plan_num_blocks
@@ -188,6 +189,7 @@ class Engine:
             self.cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            accounts=Accounts(config.weights, config.bought_capacity, time.monotonic()),
         )
         self.auditor = Auditor(
             self.cache, self.runner, config.audit_hits, config.max_num_batched_tokens
@@ -209,6 +211,10 @@ class Engine:
         longest = self.info.max_model_len - len(request.prompt_token_ids)
         scope = request.scope
         owner = Owner(scope.tenant, request.workload, scope.adapter)
+        account = self.scheduler.accounts.of(owner, request.endpoint)
+        urgent_at = None
+        if request.urgent_in is not None:
+            urgent_at = self.scheduler.clock() + request.urgent_in
         choices = [
             Sequence(
                 request.request_id,
@@ -218,6 +224,9 @@ class Engine:
                 self.cache.root(scope),
                 max_tokens=min(request.params.max_tokens or longest, longest),
                 owner=owner,
+                account=account,
+                endpoint=request.endpoint,
+                urgent_at=urgent_at,
                 num_public_blocks=self.cache.num_public_blocks(request.prompt_token_ids, scope),
                 adapter=self.adapters.hold(scope.adapter),
             )
@@ -262,8 +271,12 @@ class Engine:
         if not chunks:
             if self.auditor.has_work and not self.has_work:
                 self.auditor.step()
-            else:
+            elif self.scheduler.loading:
                 self.scheduler.run_loaded(_LOAD_WAIT_SECONDS)
+            else:  # all wait, perhaps until bought capacity is there again
+                self.scheduler.run_loaded()
+                wait = self.scheduler.accounts.seconds_until_credit() or 0.0
+                time.sleep(min(wait, _LOAD_WAIT_SECONDS))
             return []
         start = time.perf_counter()
         sampled = [chunk.seq for chunk in chunks if chunk.is_last]
@@ -367,7 +380,7 @@ class Engine:
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_loading=len(self.scheduler.loading),
-            num_waiting=len(self.scheduler.waiting) + len(self._arriving),
+            num_waiting=self.scheduler.accounts.num_waiting + len(self._arriving),
             num_total_blocks=len(pool.blocks),
             num_used_blocks=len(pool.blocks) - pool.num_available,
             num_cached_blocks=pool.num_findable,

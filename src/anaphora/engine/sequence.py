@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import enum
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,10 @@ from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.shares import Owner
 from anaphora.cache.windows import WindowState
 from anaphora.ops.lora import Adapter
-from anaphora.types import WORKLOADS, CacheReport, FinishReason, SamplingParams
+from anaphora.types import CacheReport, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from anaphora.engine.accounts import Account
 
 
 class SequenceStatus(enum.Enum):
@@ -48,8 +52,11 @@ class Sequence:
         *,
         max_tokens: int,
         owner: Owner,
+        account: Account,
         num_public_blocks: int = 0,
         adapter: Adapter | None = None,
+        endpoint: str = "",
+        urgent_at: float | None = None,
     ) -> None:
         # Set once.
         self.request_id = request_id
@@ -59,7 +66,8 @@ class Sequence:
         self.max_tokens = max_tokens
         self.root_hash = root_hash
         self.owner = owner  # of the blocks that it computes
-        self.rank = WORKLOADS.index(owner.workload)  # 0 for the most urgent kind of work
+        self.endpoint = endpoint  # whose bought capacity it may use, if there is any
+        self.urgent_at = urgent_at  # by the scheduler's clock: then it is no batch work any more
         self.num_public_blocks = num_public_blocks  # at its start, shared by all tenants
         self.adapter = adapter  # that it began with, and ends with
 
@@ -68,6 +76,8 @@ class Sequence:
         self.awaited_hash: BlockHash | None = None  # another sequence is computing this block
         self.num_cached_tokens: int | None = None  # of the prompt, at the first start
         self.cache_report: CacheReport | None = None  # of that start; only the first choice has one
+        self.account = account  # whom its work is charged to; says how urgent it is
+        self.num_charged_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # the stop_token_ids entry that ended it
 

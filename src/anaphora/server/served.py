@@ -114,10 +114,14 @@ class ServedLLM(Protocol):
         *,
         scope: CacheScope = ...,
         workload: Workload = ...,
+        endpoint: str = ...,
+        urgent_in: float | None = ...,
         request_id: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Stream the output of all ``params.n`` choices, interleaved.
 
+        ``endpoint`` names the bought capacity that provisioned work uses; batch work becomes
+        interactive after ``urgent_in`` seconds.
         ``scope.adapter`` is the digest of a loaded adapter, or empty. Checks its arguments when
         called, not at the first step: ``InvalidRequest``, ``ContextTooLong``, ``UnknownModel`` and
         ``EngineUnavailable`` come at once. Work begins with the first step
