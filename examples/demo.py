@@ -59,6 +59,7 @@ class Answer:
 def serving(console: Console) -> Iterator[str]:
     """The base URL of a server that lives as long as the block."""
     command = [sys.executable, "-m", "anaphora", "serve", MODEL, "--port", "0"]
+    command += ["--database", "memory"]  # one of yours may need a key
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -18,6 +18,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (cache / "models").symlink_to(models_dir().resolve())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(cache))
+        patch.setenv("ANAPHORA_DATABASE", "memory")  # the user's own may need a key
         yield
 
 

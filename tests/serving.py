@@ -149,14 +149,14 @@ class Server:
         """Every sample by its name and labels."""
         with self.http() as http:
             text = http.get("/metrics").raise_for_status().text
-        return {
-            sample.name + "".join(f" {k}={v}" for k, v in sorted(sample.labels.items())): (
-                sample.value
-            )
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        }
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = "".join(f" {k}={v}" for k, v in sorted(sample.labels.items()))
+                found[sample.name + labels] = sample.value
+                if "endpoint" in sample.labels:  # all endpoints and classes together
+                    found[sample.name] = found.get(sample.name, 0) + sample.value
+        return found
 
     def metric(self, name: str) -> float:
         return self.metrics()[f"anaphora_{name}"]

@@ -66,6 +66,7 @@ OURS = Peer(
     name="Anaphora",
     command=(
         *("{python}", "-m", "anaphora", "serve", "{model}", "--port", "{port}"),
+        *("--database", "memory"),
         *("--kv-cache-memory", "2GiB"),
     ),
 )

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from anaphora.cli_admin import keys_app, limits_app, tenants_app, usage
 from anaphora.cli_common import (
     API_KEY_VARIABLE,
     MODEL_HELP,
@@ -78,6 +79,10 @@ def _root(
 
 
 app.command()(serve)
+app.add_typer(tenants_app, name="tenants")
+app.add_typer(keys_app, name="keys")
+app.add_typer(limits_app, name="limits")
+app.command()(usage)
 
 
 @app.command()
@@ -163,6 +168,14 @@ def bench(
     ] = None,
     dtype: DtypeOption = _DEFAULTS.dtype,
     kv_cache_memory: CacheMemory = "2GiB",
+    capacity: Annotated[
+        bool,
+        option(
+            "Measure how many model units anaphora.yaml may sell, and keep the answer.",
+            "Measurement",
+            "--capacity",
+        ),
+    ] = False,
     profile: Annotated[
         bool,
         option(
@@ -201,6 +214,10 @@ def bench(
         from anaphora.bench.profile import profile_decode
 
         report = profile_decode(options)
+    elif capacity:
+        from anaphora.bench.capacity import measure_capacity
+
+        report = asyncio.run(measure_capacity(options))
     else:
         report = asyncio.run(run(options))
     report.show(Console())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from anaphora.config import Dtype
+from anaphora.errors import ConfigError
 
 API_KEY_VARIABLE = "ANAPHORA_API_KEY"
 ADMIN_KEY_VARIABLE = "ANAPHORA_ADMIN_KEY"
@@ -32,6 +35,31 @@ CacheMemory = Annotated[
         metavar="SIZE",
     ),
 ]
+
+
+DATABASE_VARIABLE = "ANAPHORA_DATABASE"
+DatabaseOption = Annotated[
+    str | None,
+    option(
+        "Where tenants, keys, limits and usage are kept: a path of SQLite, a postgresql:// URL, or "
+        f"memory. [dim]({DATABASE_VARIABLE}, else ~/.local/share/anaphora/anaphora.db)[/dim]",
+        "Database",
+        "--database",
+        metavar="PATH",
+    ),
+]
+
+
+def database_of(given: str | None) -> str:
+    """The option's value, or the environment's, or the default path."""
+    if given is None:
+        given = os.environ.get(DATABASE_VARIABLE)
+    if given == "":
+        raise ConfigError(f"--database (or {DATABASE_VARIABLE}) is empty; give a path, or 'memory'")
+    if given is not None:
+        return given
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return str(Path(data).expanduser() / "anaphora" / "anaphora.db")
 
 
 def table(title: str) -> Table:

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from anaphora.cli_common import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
+    DATABASE_VARIABLE,
     CacheMemory,
+    DatabaseOption,
     DtypeOption,
     ModelArgument,
     Threads,
+    database_of,
     option,
     table,
 )
 from anaphora.config import (
+    Dtype,
     EngineConfig,
     EvictionPolicyName,
     KVCacheDtype,
+    Weights,
     format_size,
     parse_size,
 )
@@ -40,6 +48,10 @@ if TYPE_CHECKING:
     import uvicorn
 
     from anaphora.async_llm import AsyncLLM
+    from anaphora.server.endpoints import Endpoint
+    from anaphora.server.endpoints_file import ServerConfig
+    from anaphora.server.service import Service
+    from anaphora.server.store import Store
     from anaphora.server.tenants import Tenants
     from anaphora.types import ModelInfo
 
@@ -98,6 +110,16 @@ AdminKey = Annotated[
         f"[dim]({ADMIN_KEY_VARIABLE})[/dim]",
         "Server",
         metavar="KEY",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    option(
+        "anaphora.yaml: endpoints with their classes, limits and prices. "
+        "[dim](one interactive endpoint)[/dim]",
+        "Server",
+        "--config",
+        metavar="FILE",
     ),
 ]
 MetricsTenants = Annotated[
@@ -226,6 +248,7 @@ PublicPrefixes = Annotated[
 
 
 def serve(
+    context: typer.Context,
     model: ModelArgument = _DEFAULTS.model,
     served_model_name: ServedNames = None,
     max_model_len: MaxModelLen = _DEFAULTS.max_model_len,
@@ -235,6 +258,8 @@ def serve(
     port: Port = 8000,
     api_key: ApiKeys = None,
     admin_key: AdminKey = None,
+    config_file: ConfigFile = None,
+    database: DatabaseOption = None,
     metrics_tenants: MetricsTenants = 0,
     enable_prefix_caching: PrefixCaching = _DEFAULTS.enable_prefix_caching,
     kv_cache_memory: CacheMemory = None,
@@ -262,8 +287,17 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's API."""
     from anaphora.server.listen import bind
+    from anaphora.server.registry import Registry, stored_keys
 
     _raise_file_limit()
+    terms = None
+    if config_file is not None:
+        source = context.get_parameter_source("model")
+        is_given = source is not None and source.name != "DEFAULT"
+        terms = _read_terms(config_file, model if is_given else None, dtype, threads)
+        model = model if is_given else terms.model or model
+        if served_model_name:
+            raise ConfigError("--served-model-name and --config both name endpoints; give one")
     config = EngineConfig(
         model=model,
         max_model_len=max_model_len,
@@ -296,10 +330,15 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         threads=threads,
+        weights=Weights() if terms is None else terms.weights,
+        bought_capacity=() if terms is None else terms.bought_capacity,
     )
     tenants = _tenants(api_key, admin_key)
-    with bind(host, port, tenants=tenants) as sock:
-        asyncio.run(_serve(config, served_model_name or (), tenants, metrics_tenants, sock))
+    with contextlib.closing(_open_store(database)) as store:
+        tenants.update(stored_keys(Registry(store)))
+        with bind(host, port, tenants=tenants) as sock:
+            served = _Served(config, tuple(served_model_name or ()), terms, metrics_tenants)
+            asyncio.run(_serve(served, tenants, store, sock))
 
 
 def repeat_lora_modules(argv: Sequence[str]) -> list[str]:
@@ -316,13 +355,17 @@ def repeat_lora_modules(argv: Sequence[str]) -> list[str]:
     return result
 
 
-async def _serve(
-    config: EngineConfig,
-    names: Sequence[str],
-    tenants: Tenants,
-    metrics_tenants: int,
-    sock: socket.socket,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """What the operator chose beside keys and database."""
+
+    config: EngineConfig
+    names: tuple[str, ...]
+    terms: ServerConfig | None
+    metrics_tenants: int
+
+
+async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.socket) -> None:
     from anaphora.async_llm import AsyncLLM
     from anaphora.server.app import create_app
     from anaphora.server.listen import build_server, url_of
@@ -331,21 +374,33 @@ async def _serve(
     # uvicorn shuts down gracefully and then raises the signal again; without a handler that would
     # end this process before the engine's
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    llm = AsyncLLM(config)
+    llm = AsyncLLM(served.config)
+    service: Service | None = None
     try:
         await llm.start()
-        names = names or (llm.model_name,)
+        terms = served.terms
         web_app = create_app(
-            llm, tenants, served_model_names=names, metrics_tenants=metrics_tenants
+            llm,
+            tenants,
+            served_model_names=served.names or (llm.model_name,),
+            endpoints=() if terms is None else terms.endpoints,
+            store=store,
+            weights=served.config.weights,
+            max_requests=None if terms is None else terms.max_requests,
+            metrics_tenants=served.metrics_tenants,
         )
-        served = [*names, *llm.adapters]
-        Console().print(_resolved(config, llm.info, served, url_of(sock), tenants))
+        service = web_app.state.service
+        Console().print(_resolved(served, llm.info, service, store, url_of(sock)))
         server = build_server(web_app)
+        running = asyncio.create_task(service.run())
         leaving = asyncio.create_task(_close_when_leaving(server, llm))
         await server.serve(sockets=[sock])
+        running.cancel()
         leaving.cancel()
     finally:
         await llm.close()
+        if service is not None:
+            service.close()
 
 
 async def _close_when_leaving(server: uvicorn.Server, llm: AsyncLLM) -> None:
@@ -374,6 +429,32 @@ def _tenants(keys: list[str] | None, admin_key: str | None) -> Tenants:
     return Tenants.from_flags(keys or [], admin_key)
 
 
+def _read_terms(path: Path, model: str | None, dtype: Dtype, threads: int | None) -> ServerConfig:
+    """What the file says, with what was measured of the model that it will serve."""
+    from anaphora.capacity import CapacityFile
+    from anaphora.loaders.sources import capacity_path, name_of
+    from anaphora.machine import usable_cores
+    from anaphora.server.endpoints_file import read_config, read_model
+
+    model = model or read_model(path) or _DEFAULTS.model
+    measured = CapacityFile(capacity_path())
+    return read_config(path, measured.get(name_of(model), dtype, threads or usable_cores()))
+
+
+def _open_store(given: str | None) -> Store:
+    """The database; where its default place cannot be written one that ends with the server."""
+    from anaphora.server.store import MEMORY, Store
+
+    try:
+        return Store(database_of(given))
+    except ConfigError as error:
+        if given is not None or DATABASE_VARIABLE in os.environ:
+            raise
+        message = f"{error}\nusage, tenants and limits are kept until the server ends"
+        Console(stderr=True, soft_wrap=True).print(Text(message, style="yellow"))
+        return Store(MEMORY)
+
+
 def _read_prefix(path: str) -> str:
     """The system prompt in a file, without the newline that editors add."""
     where = f"--public-prefix {path}"
@@ -388,10 +469,9 @@ def _read_prefix(path: str) -> str:
     return text.removesuffix("\n")
 
 
-def _resolved(
-    config: EngineConfig, info: ModelInfo, names: Iterable[str], url: str, tenants: Tenants
-) -> Table:
+def _resolved(served: _Served, info: ModelInfo, service: Service, store: Store, url: str) -> Table:
     """What is going to be served, after all defaults."""
+    config, tenants = served.config, service.tenants
     result = table("Anaphora serves")
     size = f"{info.num_parameters / 1e6:,.0f} M parameters"
     keys = "none needed"
@@ -400,7 +480,7 @@ def _resolved(
         keys += ", and an admin" if tenants.has_admin_key else ""
     rows = {
         "model": f"{info.name} ({info.architecture}, {size})",
-        "served as": ", ".join(names),
+        "served as": ", ".join(map(_describe, service.endpoints.all())),
         "context": f"{info.max_model_len:,} tokens",
         "weights": f"{format_size(info.weight_bytes)}, {info.dtype}",
         **_adapters(config, info),
@@ -410,11 +490,20 @@ def _resolved(
         "step": f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens at most",
         "kernels": f"{info.kernels}, {info.threads} threads",
         "keys": keys,
+        "database": "memory, ends with the server" if store.is_volatile else store.where,
         "URL": f"{url}/v1",
     }
     for name, value in rows.items():
         result.add_row(name, value)
     return result
+
+
+def _describe(endpoint: Endpoint) -> str:
+    """An endpoint in the table: its name, and its class if that is not the usual one."""
+    if endpoint.workload == "interactive":
+        return endpoint.name
+    units = "" if endpoint.model_units is None else f", {endpoint.model_units} units"
+    return f"{endpoint.name} ({endpoint.workload}{units})"
 
 
 def _window(info: ModelInfo) -> dict[str, str]:

@@ -15,10 +15,15 @@ AnaphoraError
 │   ├── UnknownModel       404, model_not_found
 │   ├── Forbidden          403, the key is not an admin's
 │   ├── UnknownPin         404, there is no such pin
-│   └── QuotaExceeded      429, more pins than the tenant may have
+│   ├── NotFound           404, the database has no such tenant, key, file or batch
+│   ├── NotKept            501, the server has no database
+│   ├── Conflict           409, there is one of that name already
+│   ├── QuotaExceeded      429, more pins than the tenant may have
+│   └── RateLimited        429, more requests or tokens than the tenant may have now
 ├── EngineError            our fault                                        → 5xx
 │   ├── EngineDied         500, a running request was lost with its engine process
-│   └── EngineUnavailable  503, a fresh engine is starting, or the server is ending
+│   ├── EngineUnavailable  503, a fresh engine is starting, or the server is ending
+│   └── StoreUnavailable   503, the database cannot be read or written
 ├── DamagedBlock           a block on disk is not what was written         → a miss
 └── MeasurementError       a measured server failed or answered wrongly     → exit status 1
 
@@ -26,6 +31,8 @@ A message names the field, the value and the fix.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class AnaphoraError(Exception):
@@ -119,6 +126,42 @@ class QuotaExceeded(RequestError):
     code = "pin_quota_exceeded"
 
 
+class NotFound(RequestError):
+    """The database has no such tenant, key, file or batch (404)."""
+
+    status = 404
+    code = "not_found"
+
+
+class NotKept(RequestError):
+    """The server has no database to keep this in (501)."""
+
+    status = 501
+    code = "no_database"
+
+
+class Conflict(RequestError):
+    """There is one of that name already, or it cannot be changed any more (409)."""
+
+    status = 409
+    code = "conflict"
+
+
+class RateLimited(RequestError):
+    """The tenant has had what it may have for now (429); try again in ``retry_after`` seconds."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self, message: str, *, retry_after: float, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.headers = dict(headers or {})
+
+
 class EngineError(AnaphoraError):
     """Our fault; ``status`` is what an HTTP client sees."""
 
@@ -141,6 +184,14 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, retry_after: float = 2.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class StoreUnavailable(EngineError):
+    """The database cannot be read or written now (503)."""
+
+    status = 503
+    kind = "service_unavailable_error"
+    code = "database_unavailable"
 
 
 class DamagedBlock(AnaphoraError):

@@ -39,7 +39,12 @@ class Running:
         self._key = keys[0].rpartition("=")[2] if keys else "none"
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._sock]))
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        running = asyncio.create_task(self.app.state.service.run())
+        await self._server.serve(sockets=[self._sock])
+        running.cancel()
 
     def start(self) -> None:
         self._thread.start()
@@ -54,6 +59,7 @@ class Running:
         self._server.force_exit = True
         self._thread.join(timeout=10)
         assert not self._thread.is_alive()
+        self.app.state.service.close()
 
     def http(self, **options: Any) -> httpx.Client:
         headers = {"authorization": f"Bearer {self._key}", **options.pop("headers", {})}

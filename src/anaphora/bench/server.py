@@ -22,12 +22,13 @@ async def own_server(arguments: Sequence[str]) -> AsyncIterator[str]:
 
     Raises ``MeasurementError`` with its output if it does not start.
     """
-    # no keys: it listens for us alone; wide, so that no line of its table is folded
-    environment = {k: v for k, v in os.environ.items() if k != "ANAPHORA_API_KEY"}
+    # no keys, and no database with any: it listens for us alone; wide, so that no line is folded
+    keys = ("ANAPHORA_API_KEY", "ANAPHORA_ADMIN_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in keys}
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "anaphora", "serve", *arguments, "--port", "0"),
-            env=environment | {"COLUMNS": "250"},
+            env=environment | {"COLUMNS": "250", "ANAPHORA_DATABASE": "memory"},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,

@@ -192,6 +192,19 @@ def packed_dir(cache_dir: Path | None = None) -> Path:
     return _cache_root(cache_dir) / "packed"
 
 
+def capacity_path(cache_dir: Path | None = None) -> Path:
+    """Where measured capacities are kept."""
+    return _cache_root(cache_dir) / "capacity.json"
+
+
+def name_of(model: str) -> str:
+    """What ``resolve`` calls a model, without fetching it."""
+    path = Path(model).expanduser()
+    if model not in ALIASES and model and (path.is_file() or path.is_dir()):
+        return path.stem if path.is_file() else path.resolve().name
+    return model
+
+
 def _cache_root(cache_dir: Path | None) -> Path:
     if cache_dir is None:
         own = os.environ.get(CACHE_VARIABLE)

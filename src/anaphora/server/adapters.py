@@ -20,7 +20,7 @@ def adapters_router(service: Service) -> APIRouter:
         service.check_admin(request)
         body = await service.read(request, LoadAdapterRequest)
         name = body.lora_name
-        if name in service.model_names:
+        if name in service.endpoints.model_names:
             raise InvalidRequest(
                 f"lora_name is {name!r}, which is a name of the model; choose another",
                 param="lora_name",

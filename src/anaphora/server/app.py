@@ -9,15 +9,20 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
-from anaphora.errors import ConfigError, EngineError, RequestError
+from anaphora.config import Weights
+from anaphora.errors import EngineError, RequestError
 from anaphora.server.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
 from anaphora.server.adapters import adapters_router
+from anaphora.server.admin import admin_router, usage_router
+from anaphora.server.admin_schemas import NewKey, NewLimits, NewTenant
 from anaphora.server.cache import pins_router, purge_router
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.chat import chat_router
 from anaphora.server.completions import completions_router
+from anaphora.server.endpoints import Endpoint, Endpoints, named_after_model
 from anaphora.server.envelope import RouteError, error_response
 from anaphora.server.gate import Gate
+from anaphora.server.limits import Limiter
 from anaphora.server.metrics import Metrics
 from anaphora.server.models import models_router, tokens_router
 from anaphora.server.schemas import (
@@ -29,6 +34,7 @@ from anaphora.server.schemas import (
 )
 from anaphora.server.served import ServedLLM
 from anaphora.server.service import Service, now
+from anaphora.server.store import Store
 from anaphora.server.tenants import Tenants
 from anaphora.server.transport import BODY_TIMEOUT, MAX_BODY_BYTES, BodyReader
 
@@ -39,6 +45,9 @@ _BODIES: dict[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
     "/cache/pins": PinRequest,
     "/cache/purge": PurgeRequest,
+    "/admin/tenants": NewTenant,
+    "/admin/keys": NewKey,
+    "/admin/limits": NewLimits,
     "/v1/load_lora_adapter": LoadAdapterRequest,
     "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
@@ -49,41 +58,44 @@ def create_app(
     tenants: Tenants,
     *,
     served_model_names: Sequence[str] = (),
+    endpoints: Sequence[Endpoint] = (),
+    store: Store | None = None,
+    weights: Weights | None = None,
+    max_requests: int | None = None,
     metrics_tenants: int = 0,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout: float = BODY_TIMEOUT,
 ) -> FastAPI:
-    """An ASGI app that serves ``llm`` to ``tenants``.
+    """An ASGI app that serves ``llm`` to ``tenants``. ``app.state.service`` is its ``Service``.
 
-    ``llm`` must be started; whoever calls this closes it after the app has stopped. The model goes
-    by ``served_model_names``, or by ``llm.info.name`` if there are none. In ``/metrics`` the first
+    ``llm`` must be started; whoever calls this closes it, and the service, after the app has
+    stopped. Clients name ``endpoints``; without any, the model goes by ``served_model_names``, or
+    by ``llm.info.name`` if there are none. ``store`` keeps keys, limits and usage; without it
+    nothing is kept. At most ``max_requests`` run and wait at a time. In ``/metrics`` the first
     ``metrics_tenants`` tenants are labels.
     """
-    names = tuple(served_model_names) or (llm.info.name,)
-    if not all(names) or len(set(names)) < len(names):
-        raise ConfigError(
-            f"--served-model-name is {', '.join(map(repr, names))}; give each name once, none empty"
-        )
-    if taken := sorted(set(names) & set(llm.adapters)):
-        raise ConfigError(
-            f"--lora-modules has {taken[0]!r}, which is a name of the model; choose another"
-        )
+    weights = weights or Weights()
     metrics = Metrics(llm, num_tenants=metrics_tenants)
     service = Service(
         llm,
-        names,
+        Endpoints(llm, endpoints or named_after_model(served_model_names or (llm.info.name,))),
         tenants=tenants,
+        limiter=Limiter(cached_weight=weights.cached, max_requests=max_requests),
         metrics=metrics,
+        store=store,
+        weights=weights,
         bodies=BodyReader(max_bytes=max_body_bytes, timeout=body_timeout),
         created=now(),
     )
     app = FastAPI(title="Anaphora", version="1", redirect_slashes=False)
+    app.state.service = service
     app.add_middleware(Gate, tenants=tenants, metrics=metrics)
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(EngineError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_route_error)
     routers = chat_router, completions_router, models_router, tokens_router
-    for router in (*routers, pins_router, purge_router, adapters_router):
+    operators = pins_router, purge_router, adapters_router, admin_router, usage_router
+    for router in (*routers, *operators):
         app.include_router(router(service))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
@@ -117,7 +129,8 @@ def _describe(app: FastAPI) -> dict[str, Any]:
         schemas |= schema.pop("$defs", {})
         schemas[body.__name__] = schema
         reference = {"schema": {"$ref": template.format(model=body.__name__)}}
-        description["paths"][path]["post"]["requestBody"] = {
+        operations = description["paths"][path]
+        operations["put" if "put" in operations else "post"]["requestBody"] = {
             "required": True,
             "content": {"application/json": reference},
         }

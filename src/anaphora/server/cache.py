@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from anaphora.errors import Forbidden, InvalidRequest, UnknownModel
 from anaphora.server.cache_schemas import PinRequest, PrefixBody, PurgeRequest
 from anaphora.server.completions import parse_prompts
+from anaphora.server.endpoints import Endpoint
 from anaphora.server.envelope import json_response, unsupported
 from anaphora.server.service import Service
 from anaphora.server.transport import unless_disconnected
@@ -43,12 +44,14 @@ def pins_router(service: Service) -> APIRouter:
     async def create_pin(request: Request) -> Response:
         """Keep a prefix for a while, computing it first if need be."""
         body = await service.read(request, PinRequest)
-        service.check_model(body.model)
+        endpoint = service.endpoint(request, body.model)
         if not service.llm.info.enable_prefix_caching:
             raise InvalidRequest("prefix caching is off on this server; there is nothing to keep")
         prompt = await _encode(service, body)
-        scope = service.scope(request, body, body.model)
-        await unless_disconnected(request.receive, _warm(service, request, prompt, scope, body))
+        scope = service.scope(request, body, endpoint)
+        await unless_disconnected(
+            request.receive, _warm(service, request, endpoint, prompt, scope, body)
+        )
         keep = PinPrefix(token_ids=prompt, scope=scope, seconds=body.ttl_seconds)
         [pin] = (await service.llm.command(keep)).pins
         return json_response({**_describe(pin), "ttl_seconds": body.ttl_seconds})
@@ -77,8 +80,6 @@ def purge_router(service: Service) -> APIRouter:
     async def purge(request: Request) -> Response:
         """Forget and erase everything, a tenant's blocks or what begins with a prefix."""
         body = await service.read(request, PurgeRequest)
-        if body.model is not None:
-            service.check_model(body.model)
         return _purged(await service.llm.command(await _purge_command(service, request, body)))
 
     @router.post("/reset_prefix_cache", response_model=None)
@@ -127,11 +128,18 @@ async def _encode(service: Service, body: PrefixBody) -> list[int]:
 
 
 async def _warm(
-    service: Service, request: Request, prompt: list[int], scope: CacheScope, body: PinRequest
+    service: Service,
+    request: Request,
+    endpoint: Endpoint,
+    prompt: list[int],
+    scope: CacheScope,
+    body: PinRequest,
 ) -> None:
     """Have ``prompt`` computed, or found, so that its blocks are in the first tier."""
     field = "prompt" if body.messages is None else "messages"
-    generation = service.generation(request, [prompt], _WARM_PARAMS, scope, "interactive", field)
+    generation = service.generation(
+        request, endpoint, [prompt], _WARM_PARAMS, scope, "interactive", field
+    )
     async for _ in generation.deltas():
         pass
 
@@ -139,6 +147,7 @@ async def _warm(
 async def _purge_command(service: Service, request: Request, body: PurgeRequest) -> CacheCommand:
     """What the engine is to do. Raises ``Forbidden`` for what is not the caller's."""
     own = request.state.tenant
+    endpoint = None if body.model is None else service.endpoint(request, body.model)
     if body.kind == "all" or body.tenant not in (None, own):
         service.check_admin(request)
     tenant = body.tenant or own
@@ -151,9 +160,8 @@ async def _purge_command(service: Service, request: Request, body: PurgeRequest)
             return _purge_adapter(service, body, tenant)
     # The tenant is given as well: what others have after a public prefix is theirs.
     prefix = await _encode(service, body)
-    scope = msgspec.structs.replace(
-        body.scope(tenant), adapter="" if body.model is None else service.check_model(body.model)
-    )
+    adapter = "" if endpoint is None else service.endpoints.digest(endpoint)
+    scope = msgspec.structs.replace(body.scope(tenant), adapter=adapter)
     return PurgeCache(tenant=tenant, prefix=prefix, scope=scope)
 
 

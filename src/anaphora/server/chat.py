@@ -12,6 +12,7 @@ from anaphora.server.envelope import json_response
 from anaphora.server.generation import Generation
 from anaphora.server.logprobs import chat_logprobs
 from anaphora.server.schemas import ChatRequest
+from anaphora.server.served import ServedTokenizer
 from anaphora.server.service import Service, now
 from anaphora.server.tools import ToolCalls
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
@@ -26,7 +27,7 @@ def chat_router(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Answer a chat."""
         body = await service.read(request, ChatRequest)
-        service.check_model(body.model)
+        endpoint = service.endpoint(request, body.model)
         params = body.sampling_params(service.llm.info.vocab_size)
         prompt = await service.encode_chat(body.messages, body)
         if not body.continue_final_message:  # where it is, the answer goes on inside the text
@@ -34,13 +35,20 @@ def chat_router(service: Service) -> APIRouter:
             params = template.reading(params, body.offered_tools(template.output_format))
         generation = service.generation(
             request,
+            endpoint,
             [prompt],
             params,
-            service.scope(request, body, body.model),
+            service.scope(request, body, endpoint),
             body.workload,
             "messages",
         )
-        answer = _ChatAnswer(service, body, generation, request.state.request_id)
+        answer = _ChatAnswer(
+            service.llm.tokenizer,
+            body,
+            generation,
+            request.state.request_id,
+            service.fingerprint(endpoint),
+        )
         if not body.stream:
             content = await unless_disconnected(request.receive, answer.whole())
             return json_response(content, headers=generation.headers())
@@ -57,17 +65,22 @@ class _ChatAnswer:
     """Formats one generation, whole or as chunks."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, generation: Generation, request_id: str
+        self,
+        tokenizer: ServedTokenizer,
+        body: ChatRequest,
+        generation: Generation,
+        request_id: str,
+        fingerprint: str,
     ) -> None:
-        self._tokenizer = service.llm.tokenizer
+        self._tokenizer = tokenizer
         self._body = body
         self._generation = generation
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{request_id}",
             "created": now(),
             "model": body.model,
-            "system_fingerprint": service.fingerprint(body.model),
-            "service_tier": body.served_tier,
+            "system_fingerprint": fingerprint,
+            "service_tier": generation.service_tier,
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from anaphora.server.envelope import describe, json_response
 from anaphora.server.generation import Generation
 from anaphora.server.logprobs import CompletionLogprobs
 from anaphora.server.schemas import CompletionRequest, Prompt
+from anaphora.server.served import ServedTokenizer
 from anaphora.server.service import MAX_CHOICES_PER_REQUEST, Service, now
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
 from anaphora.types import CompletionDelta
@@ -28,7 +29,7 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Continue one or more raw prompts."""
         body = await service.read(request, CompletionRequest)
-        service.check_model(body.model)
+        endpoint = service.endpoint(request, body.model)
         params = body.sampling_params(service.llm.info.vocab_size)
         given = parse_prompts(body.prompt)
         prompts = await service.encode_prompts(
@@ -36,15 +37,22 @@ def completions_router(service: Service) -> APIRouter:
         )
         generation = service.generation(
             request,
+            endpoint,
             prompts,
             params,
-            service.scope(request, body, body.model),
+            service.scope(request, body, endpoint),
             body.workload,
             "prompt",
         )
         echoes = _echoes(service, given) if body.echo else [""] * len(given)
         answer = _Completion(
-            service, body, generation, echoes, request_id=request.state.request_id, n=params.n
+            service.llm.tokenizer,
+            body,
+            generation,
+            echoes,
+            request_id=request.state.request_id,
+            fingerprint=service.fingerprint(endpoint),
+            n=params.n,
         )
         if not body.stream:
             content = await unless_disconnected(request.receive, answer.whole())
@@ -107,27 +115,26 @@ class _Completion:
 
     def __init__(
         self,
-        service: Service,
+        tokenizer: ServedTokenizer,
         body: CompletionRequest,
         generation: Generation,
         echoes: Sequence[str],
         *,
         request_id: str,
+        fingerprint: str,
         n: int,
     ) -> None:
         self._body = body
         self._generation = generation
         self._echo_of_choice = [echo for echo in echoes for _ in range(n)]
-        self._logprobs = [
-            CompletionLogprobs(service.llm.tokenizer) for _ in range(generation.num_choices)
-        ]
+        self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(generation.num_choices)]
         self._head: dict[str, Any] = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
             "created": now(),
             "model": body.model,
-            "system_fingerprint": service.fingerprint(body.model),
-            "service_tier": body.served_tier,
+            "system_fingerprint": fingerprint,
+            "service_tier": generation.service_tier,
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from fastapi import Response
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from anaphora.errors import EngineError, EngineUnavailable, InvalidRequest, RequestError
+from anaphora.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    RateLimited,
+    RequestError,
+)
 
 logger = logging.getLogger("anaphora.server")
 
@@ -72,8 +78,10 @@ def error_body(error: Exception) -> bytes:
 def error_response(error: Exception) -> Response:
     """The whole answer for ``error``: status, envelope and headers."""
     headers: dict[str, str] = {}
-    if isinstance(error, EngineUnavailable):
+    if isinstance(error, EngineUnavailable | RateLimited):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if isinstance(error, RateLimited):
+        headers |= {"retry-after-ms": str(math.ceil(error.retry_after * 1000)), **error.headers}
     status = error.status if isinstance(error, RequestError | EngineError) else 500
     if status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from anaphora.server.envelope import unsupported
+from anaphora.types import Workload
 
 # A client may only lower itself: "flex" and "batch" do. "priority" and "scale" are for sale
 # elsewhere; here they mean "default".
 ServiceTier = Literal["auto", "default", "standard_only", "priority", "scale", "flex", "batch"]
 BATCH_TIERS: tuple[ServiceTier, ...] = ("flex", "batch")
+SERVED_TIERS: Mapping[Workload, str] = {
+    "provisioned": "priority",
+    "interactive": "default",
+    "batch": "flex",
+}
 
 # Field → the values that ask for nothing. Any other value would change the answer's meaning.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from anaphora.errors import Unauthorized
 from anaphora.server.envelope import error_response, log_failure
 from anaphora.server.metrics import Metrics
-from anaphora.server.tenants import Tenants
+from anaphora.server.tenants import Caller, Tenants
 
 logger = logging.getLogger("anaphora.access")
 
@@ -28,7 +28,7 @@ _MAX_LOGGED_PATH_CHARS = 128
 class Gate:
     """ASGI middleware that authenticates before anything looks at the request.
 
-    Leaves ``state.tenant`` and ``state.request_id`` for the routes.
+    Leaves ``state.caller``, ``state.tenant`` and ``state.request_id`` for the routes.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, metrics: Metrics) -> None:
@@ -64,7 +64,8 @@ class Gate:
         try:
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
-            state["tenant"] = self._tenant(scope)
+            caller = self._caller(scope)
+            state["tenant"], state["caller"] = caller.tenant, caller
             await self._app(scope, receive, send_named)
         except Unauthorized as error:
             await error_response(error)(scope, receive, send_named)
@@ -77,9 +78,9 @@ class Gate:
         finally:
             self._record(scope, request_id, status, time.perf_counter() - started)
 
-    def _tenant(self, scope: Scope) -> str:
+    def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in _OPEN_PATHS:
-            return ""
+            return Caller("")
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         # two headers would leave open which one counts
         return self._tenants.authenticate(values[0].decode("latin-1") if len(values) == 1 else None)

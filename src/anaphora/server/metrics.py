@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     disable_created_metrics,
     generate_latest,
@@ -12,10 +16,24 @@ from prometheus_client import (
 
 from anaphora.server.engine_metrics import EngineCollector
 from anaphora.server.served import ServedLLM
-from anaphora.types import FinishReason
+from anaphora.server.usage import UsageLog
+from anaphora.types import FinishReason, Workload
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, *_SECONDS[:11])
+
+
+_TERMS = ("endpoint", "class")
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestCounters:
+    """What the requests of one endpoint and class have in common."""
+
+    prompt_tokens: Counter
+    cached_prompt_tokens: Counter
+    generation_tokens: Counter
+    end: Callable[[FinishReason], None]
 
 
 class Metrics:
@@ -27,20 +45,30 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(llm, num_tenants=num_tenants))
-        self.prompt_tokens = Counter(
+        self._prompt_tokens = Counter(
             "anaphora_prompt_tokens",
             "Prompt tokens of requests that produced output, cached ones included; with n > 1 a "
             "prompt counts once.",
+            _TERMS,
             registry=self._registry,
         )
-        self.cached_prompt_tokens = Counter(
+        self._cached_prompt_tokens = Counter(
             "anaphora_cached_prompt_tokens",
             "Of anaphora_prompt_tokens_total, those reported as cached_tokens.",
+            _TERMS,
             registry=self._registry,
         )
-        self.generation_tokens = Counter(
+        self._generation_tokens = Counter(
             "anaphora_generation_tokens",
             "Generated tokens, those of requests that were later aborted included.",
+            _TERMS,
+            registry=self._registry,
+        )
+        self._requests = Counter(
+            "anaphora_requests",
+            "Requests that were let in, when they end: as many as usage rows. abort: the client "
+            "left.",
+            [*_TERMS, "finished_reason"],
             registry=self._registry,
         )
         self._choices = Counter(
@@ -73,6 +101,31 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+
+    def of(self, endpoint: str, workload: Workload) -> RequestCounters:
+        """The counters of one endpoint's work of one kind."""
+        terms = endpoint, workload
+        return RequestCounters(
+            self._prompt_tokens.labels(*terms),
+            self._cached_prompt_tokens.labels(*terms),
+            self._generation_tokens.labels(*terms),
+            lambda reason: self._requests.labels(*terms, reason).inc(),
+        )
+
+    def watch(self, log: UsageLog) -> None:
+        """Shows how the usage rows fare."""
+        pending = Gauge(
+            "anaphora_usage_rows_pending",
+            "Usage rows that are not in the database yet.",
+            registry=self._registry,
+        )
+        pending.set_function(lambda: log.num_pending)
+        lost = Gauge(
+            "anaphora_usage_rows_lost",
+            "Usage rows given up because the database could not be written for too long.",
+            registry=self._registry,
+        )
+        lost.set_function(lambda: log.num_lost)
 
     def count_choice(self, reason: FinishReason) -> None:
         """One choice is complete."""

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from anaphora.errors import ContextTooLong, EngineUnavailable
+from anaphora.server.endpoints import Endpoint
 from anaphora.server.envelope import json_response
 from anaphora.server.schemas import DetokenizeRequest, TokenizeRequest, check_token_id
 from anaphora.server.service import Service
@@ -21,16 +22,16 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models", response_model=None)
     async def list_models(request: Request) -> Response:
-        """All names of the model, then its adapters."""
-        names = [*service.model_names, *service.llm.adapters]
-        data = [_model(service, name, request.state.tenant) for name in names]
+        """The endpoints that the key may use, then adapters."""
+        tenant = request.state.tenant
+        data = [_model(service, endpoint, tenant) for endpoint in service.endpoints.visible(tenant)]
         return json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def get_model(request: Request, name: str) -> Response:
-        """One name of the model, or an adapter."""
-        service.check_model(name)
-        return json_response(_model(service, name, request.state.tenant))
+        """One of them."""
+        endpoint = service.endpoint(request, name)
+        return json_response(_model(service, endpoint, request.state.tenant))
 
     @router.head("/health", response_model=None, include_in_schema=False)
     @router.get("/health", response_model=None)
@@ -50,16 +51,16 @@ def models_router(service: Service) -> APIRouter:
     return router
 
 
-def _model(service: Service, name: str, tenant: str) -> dict[str, Any]:
-    adapter = None if name in service.model_names else service.llm.adapters[name]
+def _model(service: Service, endpoint: Endpoint, tenant: str) -> dict[str, Any]:
+    adapter = service.llm.adapters.get(endpoint.adapter or "")
     root, parent = service.llm.info.name, None
     if adapter is not None:
         # As in vLLM; where things lie on this machine is for the admin alone.
         is_admin = service.tenants.is_admin(tenant)
         root = adapter.path if is_admin else PurePath(adapter.path).name
-        parent = service.model_names[0]
+        parent = service.endpoints.model_names[0]
     return {
-        "id": name,
+        "id": endpoint.name,
         "object": "model",
         "created": service.created,
         "owned_by": "anaphora",
@@ -80,7 +81,7 @@ def tokens_router(service: Service) -> APIRouter:
         """Token ids of a prompt or a chat, exactly as the completion routes would compute them."""
         body = await service.read(request, TokenizeRequest)
         if body.model is not None:
-            service.check_model(body.model)
+            service.endpoint(request, body.model)
         if body.messages is not None:
             ids = await service.encode_chat(body.messages, body)
         else:
@@ -104,7 +105,7 @@ def tokens_router(service: Service) -> APIRouter:
         """Text of token ids, control tokens included."""
         body = await service.read(request, DetokenizeRequest)
         if body.model is not None:
-            service.check_model(body.model)
+            service.endpoint(request, body.model)
         if len(body.tokens) > info.max_model_len:
             raise ContextTooLong(
                 f"tokens has {len(body.tokens)} ids, but the context holds {info.max_model_len}; "

@@ -136,11 +136,6 @@ class SamplingBody(Body):
         """The kind of work: a client may only lower its own."""
         return "batch" if self.service_tier in BATCH_TIERS else "interactive"
 
-    @property
-    def served_tier(self) -> str:
-        """The same as OpenAI's answers name it."""
-        return "flex" if self.service_tier in BATCH_TIERS else "default"
-
     def scope(self, tenant: str) -> CacheScope:
         """Who may share this request's cached blocks."""
         return CacheScope(

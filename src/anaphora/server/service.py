@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -11,9 +12,14 @@ from typing import Protocol, TypeVar
 import msgspec
 from fastapi import Request
 
-from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, UnknownModel
+from anaphora.config import Weights
+from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, NotKept, StoreUnavailable
+from anaphora.server.endpoints import Endpoint, Endpoints
 from anaphora.server.generation import Generation
+from anaphora.server.limits import Limiter
+from anaphora.server.meter import Asked, Meter
 from anaphora.server.metrics import Metrics
+from anaphora.server.registry import LimitTerms, Registry, stored_keys
 from anaphora.server.schemas import (
     B,
     ChatMessage,
@@ -22,14 +28,18 @@ from anaphora.server.schemas import (
     check_token_id,
 )
 from anaphora.server.served import ServedChatTemplate, ServedLLM
-from anaphora.server.tenants import Tenants
+from anaphora.server.store import Store
+from anaphora.server.tenants import KnownKey, Tenants
 from anaphora.server.transport import BodyReader
-from anaphora.types import CacheScope, SamplingParams, Workload, are_token_ids
+from anaphora.server.usage import UsageLog
+from anaphora.types import CacheScope, PurgeCache, SamplingParams, Workload, are_token_ids
 
+logger = logging.getLogger("anaphora.server")
+
+_REFRESH_SECONDS = 1.0
 MAX_CHOICES_PER_REQUEST = 2048  # prompts times n
 # Encoding more characters on the event loop would hold up everybody's streams.
 _MAX_INLINE_LENGTH = 4096
-_MAX_SHOWN_NAME_CHARS = 100
 
 T = TypeVar("T")
 
@@ -47,19 +57,65 @@ class Service:
     def __init__(
         self,
         llm: ServedLLM,
-        model_names: Sequence[str],
+        endpoints: Endpoints,
         *,
         tenants: Tenants,
+        limiter: Limiter,
         metrics: Metrics,
+        store: Store | None,
+        weights: Weights,
         bodies: BodyReader,
         created: int,
     ) -> None:
         self.llm = llm
-        self.model_names = tuple(model_names)
+        self.endpoints = endpoints
         self.tenants = tenants
+        self.limiter = limiter
         self.metrics = metrics
+        self.weights = weights
         self.created = created
+        self.usage_log = None if store is None else UsageLog(store)
+        self._store = store
+        self._revision = -1  # of the database, as last read
+        self._stored_tenants: frozenset[str] = frozenset()
+        self.limiter.update(endpoints.limits())
+        if self.usage_log is not None:
+            metrics.watch(self.usage_log)
         self._bodies = bodies
+
+    @property
+    def store(self) -> Store:
+        """Raises ``NotKept`` if the server has no database."""
+        if self._store is None:
+            raise NotKept("this server keeps no database; its operator can give it one")
+        return self._store
+
+    async def run(self) -> None:
+        """Takes over what changes in the database, until it is cancelled."""
+        while self._store is not None:
+            try:
+                await self.refresh()
+            except StoreUnavailable as error:
+                logger.warning("tenants and limits stay as they are: %s", error)
+            await asyncio.sleep(_REFRESH_SECONDS)
+
+    async def refresh(self) -> None:
+        """Keys and limits as the database has them now. Raises ``StoreUnavailable``."""
+        revision = await asyncio.to_thread(self.store.revision)
+        if revision == self._revision:
+            return
+        keys, limits, tenants = await asyncio.to_thread(_read_registry, Registry(self.store))
+        self._revision = revision
+        self.tenants.update(keys)
+        self.limiter.update({**self.endpoints.limits(), **limits})
+        for tenant in self._stored_tenants - tenants:
+            await self.llm.command(PurgeCache(tenant=tenant))
+        self._stored_tenants = tenants
+
+    def close(self) -> None:
+        """Writes what is left to write."""
+        if self.usage_log is not None:
+            self.usage_log.close()
 
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of ``request``."""
@@ -77,30 +133,18 @@ class Service:
                 )
             )
 
-    def check_model(self, name: str) -> str:
-        """The digest of the adapter of that name, empty for the model itself.
+    def endpoint(self, request: Request, name: str) -> Endpoint:
+        """What a request names as its model. Raises ``UnknownModel``."""
+        return self.endpoints.get(name, request.state.tenant)
 
-        Raise ``UnknownModel`` unless ``name`` is served here.
-        """
-        if name in self.model_names:
-            return ""
-        adapter = self.llm.adapters.get(name)
-        if adapter is None:
-            raise UnknownModel(
-                f"model is {name[:_MAX_SHOWN_NAME_CHARS]!r}, which is not served here; "
-                f"use {' or '.join([*self.model_names, *self.llm.adapters])}",
-                param="model",
-            )
-        return adapter.digest
-
-    def scope(self, request: Request, body: ScopedBody, model: str | None) -> CacheScope:
+    def scope(self, request: Request, body: ScopedBody, endpoint: Endpoint | None) -> CacheScope:
         """Who may share what a request computes or means, with its adapter as it is now."""
-        adapter = "" if model is None else self.check_model(model)
+        adapter = "" if endpoint is None else self.endpoints.digest(endpoint)
         return msgspec.structs.replace(body.scope(request.state.tenant), adapter=adapter)
 
-    def fingerprint(self, model: str) -> str:
+    def fingerprint(self, endpoint: Endpoint) -> str:
         """Changes when the same seed may give another answer."""
-        info, adapter = self.llm.info, self.llm.adapters.get(model)
+        info, adapter = self.llm.info, self.llm.adapters.get(endpoint.adapter or "")
         parts = [info.name, info.architecture, str(info.num_parameters), info.dtype]
         parts += [info.kv_cache_dtype, *([adapter.digest] if adapter else [])]
         return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -184,13 +228,17 @@ class Service:
     def generation(
         self,
         request: Request,
+        endpoint: Endpoint,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         scope: CacheScope,
         workload: Workload,
         field: str,
     ) -> Generation:
-        """Check ``prompts`` and make them ready to run; ``field`` names where they came from."""
+        """Check ``prompts`` and make them ready to run; ``field`` names where they came from.
+
+        ``workload`` is what the client asks for, which can only lower the endpoint's.
+        """
         num_choices = len(prompts) * params.n
         if num_choices > MAX_CHOICES_PER_REQUEST:
             raise InvalidRequest(
@@ -198,16 +246,40 @@ class Service:
                 f"at most {MAX_CHOICES_PER_REQUEST} are allowed at once",
                 param=field,
             )
-        return Generation(
-            self.llm,
-            prompts,
-            params,
-            scope=scope,
-            workload=workload,
+        asked = Asked(
             request_id=request.state.request_id,
-            metrics=self.metrics,
-            field=field,
+            caller=request.state.caller,
+            endpoint=endpoint,
+            workload=endpoint.workload_of(workload),
+            adapter=scope.adapter,
+            num_input_tokens=sum(map(len, prompts)),
+            num_output_tokens=sum(self._max_output(prompt, params) for prompt in prompts),
         )
+        meter = Meter(
+            asked,
+            limiter=self.limiter,
+            metrics=self.metrics,
+            usage_log=self.usage_log,
+            weights=self.weights,
+        )
+        return Generation(
+            self.llm, prompts, params, scope=scope, meter=meter, metrics=self.metrics, field=field
+        )
+
+    def _max_output(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Tokens that a prompt's choices can have at most."""
+        longest = max(0, self.llm.info.max_model_len - len(prompt))
+        return params.n * min(params.max_tokens or longest, longest)
+
+
+def _read_registry(
+    registry: Registry,
+) -> tuple[list[KnownKey], dict[tuple[str, str], LimitTerms], frozenset[str]]:
+    return (
+        stored_keys(registry),
+        registry.limits(),
+        frozenset(row["name"] for row in registry.tenants()),
+    )
 
 
 async def _off_loop(work: Callable[[], T], length: int) -> T:
