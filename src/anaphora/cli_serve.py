@@ -392,10 +392,11 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
         service = web_app.state.service
         Console().print(_resolved(served, llm.info, service, store, url_of(sock)))
         server = build_server(web_app)
-        running = asyncio.create_task(service.run())
+        running = asyncio.create_task(service.run(web_app))
         leaving = asyncio.create_task(_close_when_leaving(server, llm))
         await server.serve(sockets=[sock])
         running.cancel()
+        await asyncio.gather(running, return_exceptions=True)  # lines of batches are given back
         leaving.cancel()
     finally:
         await llm.close()

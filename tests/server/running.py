@@ -42,9 +42,10 @@ class Running:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        running = asyncio.create_task(self.app.state.service.run())
+        running = asyncio.create_task(self.app.state.service.run(self.app))
         await self._server.serve(sockets=[self._sock])
         running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     def start(self) -> None:
         self._thread.start()

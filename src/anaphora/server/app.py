@@ -15,12 +15,14 @@ from anaphora.server.adapter_schemas import LoadAdapterRequest, UnloadAdapterReq
 from anaphora.server.adapters import adapters_router
 from anaphora.server.admin import admin_router, usage_router
 from anaphora.server.admin_schemas import NewKey, NewLimits, NewTenant
+from anaphora.server.batches import CreateBatch, batches_router
 from anaphora.server.cache import pins_router, purge_router
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.chat import chat_router
 from anaphora.server.completions import completions_router
 from anaphora.server.endpoints import Endpoint, Endpoints, named_after_model
 from anaphora.server.envelope import RouteError, error_response
+from anaphora.server.files import files_router
 from anaphora.server.gate import Gate
 from anaphora.server.limits import Limiter
 from anaphora.server.metrics import Metrics
@@ -45,6 +47,7 @@ _BODIES: dict[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
     "/cache/pins": PinRequest,
     "/cache/purge": PurgeRequest,
+    "/v1/batches": CreateBatch,
     "/admin/tenants": NewTenant,
     "/admin/keys": NewKey,
     "/admin/limits": NewLimits,
@@ -95,7 +98,8 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer_route_error)
     routers = chat_router, completions_router, models_router, tokens_router
     operators = pins_router, purge_router, adapters_router, admin_router, usage_router
-    for router in (*routers, *operators):
+    kept = files_router, batches_router
+    for router in (*routers, *operators, *kept):
         app.include_router(router(service))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app

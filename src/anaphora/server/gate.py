@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anaphora.errors import Unauthorized
 from anaphora.server.envelope import error_response, log_failure
+from anaphora.server.internal import internal_of
 from anaphora.server.metrics import Metrics
 from anaphora.server.tenants import Caller, Tenants
 
@@ -64,7 +65,8 @@ class Gate:
         try:
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
-            caller = self._caller(scope)
+            internal = internal_of(scope)
+            caller = self._caller(scope) if internal is None else internal.caller
             state["tenant"], state["caller"] = caller.tenant, caller
             await self._app(scope, receive, send_named)
         except Unauthorized as error:
@@ -86,6 +88,8 @@ class Gate:
         return self._tenants.authenticate(values[0].decode("latin-1") if len(values) == 1 else None)
 
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        if internal_of(scope) is not None:
+            return  # a batch's line: no HTTP, and its usage row says all
         route = getattr(scope.get("route"), "path", "none")
         self._metrics.count_response(route, status)
         # without the query string, which may hold secrets, and quoted, so that it stays one line

@@ -49,7 +49,7 @@ class Meter:
         self,
         asked: Asked,
         *,
-        limiter: Limiter,
+        limiter: Limiter | None,
         metrics: Metrics,
         usage_log: UsageLog | None,
         weights: Weights,
@@ -62,19 +62,20 @@ class Meter:
         self._usage_log = usage_log
         self._weights = weights
         self._reservation: Reservation | None = None
-        self._headers: dict[str, str] = {}
+        self._is_running = False
         self._started = time.perf_counter()
 
     def begin(self) -> None:
         """Raises ``RateLimited``."""
         asked = self.asked
-        self._reservation = self._limiter.admit(
-            asked.caller.tenant,
-            asked.endpoint.name,
-            asked.num_input_tokens,
-            asked.num_output_tokens,
-        )
-        self._headers = self._reservation.headers
+        if self._limiter is not None:
+            self._reservation = self._limiter.admit(
+                asked.caller.tenant,
+                asked.endpoint.name,
+                asked.num_input_tokens,
+                asked.num_output_tokens,
+            )
+        self._is_running = True
         self._started = time.perf_counter()
 
     @property
@@ -84,7 +85,7 @@ class Meter:
 
     def headers(self) -> dict[str, str]:
         """What is left of the tenant's limits."""
-        return self._headers
+        return self._reservation.headers if self._reservation else {}
 
     def add_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
         """A prompt has brought its first output."""
@@ -117,11 +118,12 @@ class Meter:
         self, reason: FinishReason, reports: Iterable[CacheReport | None], status: int | None = None
     ) -> None:
         """The one end of every request that was let in."""
-        if self._reservation is None:
+        if not self._is_running:
             return
+        self._is_running = False
         used, asked = self.used, self.asked
-        self._reservation.settle(num_cached=used.cached_tokens, num_output=used.output_tokens)
-        self._reservation = None
+        if self._reservation is not None:
+            self._reservation.settle(num_cached=used.cached_tokens, num_output=used.output_tokens)
         self._counters.end(reason)
         if self._usage_log is None:
             return

@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import delete, insert, select, update
 
 from anaphora.errors import Conflict, InvalidRequest, NotFound
+from anaphora.server import batch_store, file_store
 from anaphora.server.store import Store, bump_revision
 from anaphora.server.tables import API_KEYS, LIMITS, TENANTS
 from anaphora.server.tenants import (
@@ -68,12 +69,14 @@ class Registry:
             bump_revision(connection)
 
     def remove_tenant(self, name: str) -> None:
-        """Ends its keys and limits; its usage stays. Raises ``NotFound``."""
+        """Ends its keys, limits, files and batches; its usage stays. Raises ``NotFound``."""
         with self._store.write() as connection:
             if connection.execute(delete(TENANTS).where(TENANTS.c.name == name)).rowcount == 0:
                 raise NotFound(f"there is no tenant {name!r}; 'anaphora tenants list' has all")
             connection.execute(delete(API_KEYS).where(API_KEYS.c.tenant == name))
             connection.execute(delete(LIMITS).where(LIMITS.c.tenant == name))
+            batch_store.delete_of_tenant(connection, name)
+            file_store.delete_of_tenant(connection, name)
             bump_revision(connection)
 
     def tenants(self) -> list[dict[str, Any]]:

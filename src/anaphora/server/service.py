@@ -11,11 +11,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.types import ASGIApp
 
 from anaphora.config import Weights
 from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, NotKept, StoreUnavailable
+from anaphora.server.batch_runner import BatchRunner
 from anaphora.server.endpoints import Endpoint, Endpoints
 from anaphora.server.generation import Generation
+from anaphora.server.internal import internal_of
 from anaphora.server.limits import Limiter
 from anaphora.server.meter import Asked, Meter
 from anaphora.server.metrics import Metrics
@@ -90,9 +93,20 @@ class Service:
             raise NotKept("this server keeps no database; its operator can give it one")
         return self._store
 
-    async def run(self) -> None:
-        """Takes over what changes in the database, until it is cancelled."""
-        while self._store is not None:
+    async def run(self, app: ASGIApp) -> None:
+        """Takes over what changes in the database and works batches off, until it is cancelled.
+
+        ``app`` is the whole server: a batch's line takes the same way as a client's request.
+        """
+        if self._store is None:
+            return
+        batches = BatchRunner(
+            app, self._store, self.endpoints, max_in_flight=2 * self.llm.info.max_num_seqs
+        )
+        await asyncio.gather(batches.run(), self._watch())
+
+    async def _watch(self) -> None:
+        while True:
             try:
                 await self.refresh()
             except StoreUnavailable as error:
@@ -246,24 +260,32 @@ class Service:
                 f"at most {MAX_CHOICES_PER_REQUEST} are allowed at once",
                 param=field,
             )
+        internal = internal_of(request.scope)
         asked = Asked(
             request_id=request.state.request_id,
             caller=request.state.caller,
             endpoint=endpoint,
-            workload=endpoint.workload_of(workload),
+            workload="batch" if internal else endpoint.workload_of(workload),
             adapter=scope.adapter,
             num_input_tokens=sum(map(len, prompts)),
             num_output_tokens=sum(self._max_output(prompt, params) for prompt in prompts),
         )
         meter = Meter(
             asked,
-            limiter=self.limiter,
+            limiter=self.limiter if internal is None else None,  # batches have files' limits
             metrics=self.metrics,
             usage_log=self.usage_log,
             weights=self.weights,
         )
         return Generation(
-            self.llm, prompts, params, scope=scope, meter=meter, metrics=self.metrics, field=field
+            self.llm,
+            prompts,
+            params,
+            scope=scope,
+            meter=meter,
+            metrics=self.metrics,
+            field=field,
+            urgent_in=None if internal is None else internal.urgent_in,
         )
 
     def _max_output(self, prompt: Sequence[int], params: SamplingParams) -> int:
