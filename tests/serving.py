@@ -111,7 +111,7 @@ class Server:
             if not _URL.search(self.output):
                 return False
             with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"{self.url}/health", timeout=TIMEOUT).status_code == 200
+                return httpx.get(f"{self.url}/ready", timeout=TIMEOUT).status_code == 200
             return False
 
         wait_until(is_up, seconds=TIMEOUT)

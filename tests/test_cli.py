@@ -21,6 +21,7 @@ from anaphora.errors import CorruptCheckpoint
 from anaphora.fake import FakeLLM
 from anaphora.machine import usable_cores
 from anaphora.ops.native import kernel_name
+from anaphora.server.gate import Drain
 from anaphora.types import ModelInfo
 
 Run = Callable[..., tuple[int, str, str]]
@@ -260,7 +261,7 @@ def test_serve_prints_what_it_serves_and_hands_options_on(
 
     answers: list[httpx.Response] = []
     headers = {"authorization": "Bearer secret-2"}
-    monkeypatch.setattr(listen, "build_server", lambda app: _Recorder(app, answers, headers))
+    monkeypatch.setattr(listen, "build_server", lambda app, _: _Recorder(app, answers, headers))
     keys = ["--api-key", "secret-1", "--api-key", "team=secret-2"]
     if is_in_environment:
         keys = []
@@ -292,7 +293,7 @@ def test_serve_hands_the_caches_options_on(
 
     answers: list[httpx.Response] = []
     headers = {"authorization": "Bearer secret-admin"}
-    monkeypatch.setattr(listen, "build_server", lambda app: _Recorder(app, answers, headers))
+    monkeypatch.setattr(listen, "build_server", lambda app, _: _Recorder(app, answers, headers))
     monkeypatch.setenv(cli_serve.ADMIN_KEY_VARIABLE, "secret-admin")
     (tmp_path / "one.txt").write_text("You are kind.\n")
     (tmp_path / "two.txt").write_bytes(b"Lines\r\n\n")
@@ -349,7 +350,7 @@ def test_sigterm_closes_the_model(llms: list[ScriptedLLM], run: Run, monkeypatch
     before = signal.getsignal(signal.SIGTERM)
     built: list[Any] = []
     original = listen.build_server
-    monkeypatch.setattr(listen, "build_server", lambda app: built.append(original(app)) or built[0])
+    monkeypatch.setattr(listen, "build_server", lambda *a: built.append(original(*a)) or built[0])
 
     def terminate() -> None:
         while not (built and built[0].started):
@@ -378,11 +379,17 @@ def test_requests_that_do_not_end_are_told(monkeypatch: Any) -> None:
 
     async def scenario() -> None:
         server: Any = SimpleNamespace(should_exit=False)
-        leaving = asyncio.create_task(cli_serve._close_when_leaving(server, Model()))
+        service: Any = SimpleNamespace(drain=Drain())
+        running = asyncio.create_task(asyncio.sleep(60))
+        leave = cli_serve._close_when_leaving(server, service, running, Model())
+        leaving = asyncio.create_task(leave)
         await asyncio.sleep(0.2)
         assert not closed
+        assert not service.drain.is_draining
         server.should_exit = True
         await asyncio.wait_for(leaving, 10)
+        assert service.drain.is_draining
+        assert running.cancelled()
 
     asyncio.run(scenario())
     assert closed == [True]

@@ -380,7 +380,7 @@ class TestEnds:
         assert int(refusal.value.response.headers["retry-after"]) >= 1
         assert refusal.value.code == "server_is_overloaded"
         with server.http() as http:
-            assert http.get("/health").status_code == 503
+            assert http.get("/ready").status_code == 503
         samples.append(server.metrics())
         with server.openai(max_retries=20) as patient:  # does what retry-after says
             answer = complete(patient, "the phoenix")

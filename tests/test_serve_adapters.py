@@ -159,7 +159,7 @@ def test_a_replaced_engine_has_the_same_adapters(server, folders):
 
     def is_up():
         with server.http() as http:
-            return http.get("/health").status_code == 200
+            return http.get("/ready").status_code == 200
 
     wait_until(is_up, seconds=TIMEOUT)
     for name in ("base", "one", "two"):

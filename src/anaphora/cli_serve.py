@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import os
 import resource
 import signal
@@ -43,6 +42,7 @@ from anaphora.config import (
     parse_size,
 )
 from anaphora.errors import ConfigError
+from anaphora.logs import LogFormat, configure_logging
 
 if TYPE_CHECKING:
     import uvicorn
@@ -50,9 +50,11 @@ if TYPE_CHECKING:
     from anaphora.async_llm import AsyncLLM
     from anaphora.server.endpoints import Endpoint
     from anaphora.server.endpoints_file import ServerConfig
+    from anaphora.server.listen import Tls
     from anaphora.server.service import Service
     from anaphora.server.store import Store
     from anaphora.server.tenants import Tenants
+    from anaphora.server.tracing import Tracing
     from anaphora.types import ModelInfo
 
 _DEFAULTS = EngineConfig()
@@ -110,6 +112,33 @@ AdminKey = Annotated[
         f"[dim]({ADMIN_KEY_VARIABLE})[/dim]",
         "Server",
         metavar="KEY",
+    ),
+]
+SslCertfile = Annotated[
+    Path | None, option("Certificate for TLS, PEM. [dim](no TLS)[/dim]", "Server", metavar="FILE")
+]
+SslKeyfile = Annotated[Path | None, option("Its key, PEM.", "Server", metavar="FILE")]
+CorsOrigins = Annotated[
+    list[str],
+    option(
+        "Origin of web pages that may read answers, such as https://chat.example.com; repeat for "
+        "several. [dim](none)[/dim]",
+        "Server",
+        "--cors-origin",
+        metavar="ORIGIN",
+    ),
+]
+LogFormatOption = Annotated[
+    LogFormat, option("Log lines; auto is text on a terminal, else JSON.", "Server", "--log-format")
+]
+OtlpTraces = Annotated[
+    str | None,
+    option(
+        "Send OpenTelemetry spans to this collector, such as http://localhost:4318/v1/traces. "
+        "[dim](none)[/dim]",
+        "Server",
+        "--otlp-traces-endpoint",
+        metavar="URL",
     ),
 ]
 ConfigFile = Annotated[
@@ -261,6 +290,11 @@ def serve(
     config_file: ConfigFile = None,
     database: DatabaseOption = None,
     metrics_tenants: MetricsTenants = 0,
+    ssl_certfile: SslCertfile = None,
+    ssl_keyfile: SslKeyfile = None,
+    cors_origin: CorsOrigins = (),  # type: ignore[assignment]
+    log_format: LogFormatOption = "auto",
+    otlp_traces_endpoint: OtlpTraces = None,
     enable_prefix_caching: PrefixCaching = _DEFAULTS.enable_prefix_caching,
     kv_cache_memory: CacheMemory = None,
     gpu_memory_utilization: MemoryShare = _DEFAULTS.gpu_memory_utilization,
@@ -288,6 +322,7 @@ def serve(
     """Serve a model over OpenAI's API."""
     from anaphora.server.listen import bind
     from anaphora.server.registry import Registry, stored_keys
+    from anaphora.server.tracing import Tracing
 
     _raise_file_limit()
     terms = None
@@ -334,10 +369,19 @@ def serve(
         bought_capacity=() if terms is None else terms.bought_capacity,
     )
     tenants = _tenants(api_key, admin_key)
+    configure_logging(log_format)
+    served = _Served(
+        config,
+        names=tuple(served_model_name or ()),
+        terms=terms,
+        metrics_tenants=metrics_tenants,
+        tls=_tls(ssl_certfile, ssl_keyfile),
+        cors_origins=tuple(cors_origin),
+        tracing=None if otlp_traces_endpoint is None else Tracing(otlp_traces_endpoint),
+    )
     with contextlib.closing(_open_store(database)) as store:
         tenants.update(stored_keys(Registry(store)))
         with bind(host, port, tenants=tenants) as sock:
-            served = _Served(config, tuple(served_model_name or ()), terms, metrics_tenants)
             asyncio.run(_serve(served, tenants, store, sock))
 
 
@@ -363,6 +407,9 @@ class _Served:
     names: tuple[str, ...]
     terms: ServerConfig | None
     metrics_tenants: int
+    tls: Tls | None
+    cors_origins: tuple[str, ...]
+    tracing: Tracing | None
 
 
 async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.socket) -> None:
@@ -370,7 +417,6 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
     from anaphora.server.app import create_app
     from anaphora.server.listen import build_server, url_of
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # uvicorn shuts down gracefully and then raises the signal again; without a handler that would
     # end this process before the engine's
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -388,12 +434,14 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
             weights=served.config.weights,
             max_requests=None if terms is None else terms.max_requests,
             metrics_tenants=served.metrics_tenants,
+            cors_origins=served.cors_origins,
+            tracing=served.tracing,
         )
         service = web_app.state.service
-        Console().print(_resolved(served, llm.info, service, store, url_of(sock)))
-        server = build_server(web_app)
+        Console().print(_resolved(served, llm.info, service, store, url_of(sock, served.tls)))
+        server = build_server(web_app, served.tls)
         running = asyncio.create_task(service.run(web_app))
-        leaving = asyncio.create_task(_close_when_leaving(server, llm))
+        leaving = asyncio.create_task(_close_when_leaving(server, service, running, llm))
         await server.serve(sockets=[sock])
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)  # lines of batches are given back
@@ -402,14 +450,31 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
         await llm.close()
         if service is not None:
             service.close()
+        if served.tracing is not None:
+            served.tracing.close()
 
 
-async def _close_when_leaving(server: uvicorn.Server, llm: AsyncLLM) -> None:
-    """Running requests get a while to end; then they are told why they cannot."""
+async def _close_when_leaving(
+    server: uvicorn.Server, service: Service, running: asyncio.Task[None], llm: AsyncLLM
+) -> None:
+    """New requests are handed back, and lines of batches. Those that run get a while to end; then
+    they are told why they cannot."""
     while not server.should_exit:
         await asyncio.sleep(0.1)
+    service.drain.is_draining = True
+    running.cancel()
     await asyncio.sleep(_GRACE_SECONDS)
     await llm.close()
+
+
+def _tls(certfile: Path | None, keyfile: Path | None) -> Tls | None:
+    from anaphora.server.listen import Tls
+
+    if certfile is None and keyfile is None:
+        return None
+    if certfile is None or keyfile is None:
+        raise ConfigError("--ssl-certfile and --ssl-keyfile belong together; give both")
+    return Tls(certfile, keyfile)
 
 
 def _raise_file_limit() -> None:

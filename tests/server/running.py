@@ -31,10 +31,11 @@ class Running:
     ) -> None:
         self.llm = llm
         tenants = Tenants.from_flags(keys, admin_key)
+        tls = options.pop("tls", None)
         self.app = create_app(llm, tenants, **options)
         self._sock = bind("127.0.0.1", 0, tenants=tenants)
-        self.url = url_of(self._sock)
-        self._server = build_server(self.app)
+        self.url = url_of(self._sock, tls)
+        self._server = build_server(self.app, tls)
         self._thread = threading.Thread(target=self._run)
         self._key = keys[0].rpartition("=")[2] if keys else "none"
 

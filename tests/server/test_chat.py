@@ -264,10 +264,11 @@ def test_unavailable_engine_is_a_503_that_says_when_to_return(serve: Serve) -> N
         response = http.post("/v1/chat/completions", json={"model": "fake", "messages": HELLO})
         assert check_error(response, 503)["code"] == "server_is_overloaded"
         assert response.headers["retry-after"] == "2"
-        check_error(http.get("/health"), 503)
+        check_error(http.get("/ready"), 503)
+        assert http.get("/health").status_code == 200
         server.llm.recover()
-        assert http.get("/health").json() == {"status": "ok"}
-        assert http.head("/health").status_code == 200
+        assert http.get("/ready").json() == {"status": "ok"}
+        assert http.head("/ready").status_code == 200
 
 
 def test_a_bug_shows_nothing_of_itself(serve: Serve) -> None:

@@ -19,6 +19,7 @@ import zmq
 from anaphora.config import EngineConfig
 from anaphora.engine.engine import Engine
 from anaphora.errors import AnaphoraError, ModelError, RequestError
+from anaphora.logs import configure_logging
 from anaphora.types import (
     EngineAnswer,
     EngineCommand,
@@ -179,7 +180,7 @@ def main() -> None:
     # Ctrl-C and service managers signal the whole group; the parent lets running requests end first
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    configure_logging()
     EngineProcess(sys.argv[1], int(sys.argv[2])).run()
 
 

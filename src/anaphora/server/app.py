@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from anaphora.config import Weights
 from anaphora.errors import EngineError, RequestError
@@ -38,6 +39,7 @@ from anaphora.server.served import ServedLLM
 from anaphora.server.service import Service, now
 from anaphora.server.store import Store
 from anaphora.server.tenants import Tenants
+from anaphora.server.tracing import Tracing
 from anaphora.server.transport import BODY_TIMEOUT, MAX_BODY_BYTES, BodyReader
 
 _BODIES: dict[str, type[Body]] = {
@@ -66,6 +68,8 @@ def create_app(
     weights: Weights | None = None,
     max_requests: int | None = None,
     metrics_tenants: int = 0,
+    cors_origins: Sequence[str] = (),
+    tracing: Tracing | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout: float = BODY_TIMEOUT,
 ) -> FastAPI:
@@ -75,7 +79,7 @@ def create_app(
     stopped. Clients name ``endpoints``; without any, the model goes by ``served_model_names``, or
     by ``llm.info.name`` if there are none. ``store`` keeps keys, limits and usage; without it
     nothing is kept. At most ``max_requests`` run and wait at a time. In ``/metrics`` the first
-    ``metrics_tenants`` tenants are labels.
+    ``metrics_tenants`` tenants are labels. Web pages of ``cors_origins`` may read answers.
     """
     weights = weights or Weights()
     metrics = Metrics(llm, num_tenants=metrics_tenants)
@@ -92,7 +96,15 @@ def create_app(
     )
     app = FastAPI(title="Anaphora", version="1", redirect_slashes=False)
     app.state.service = service
-    app.add_middleware(Gate, tenants=tenants, metrics=metrics)
+    app.add_middleware(Gate, tenants=tenants, metrics=metrics, drain=service.drain, tracing=tracing)
+    if cors_origins:  # outermost: a browser asks before it sends a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
+            expose_headers=["x-request-id", "x-anaphora-cache", "retry-after"],
+        )
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(EngineError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_route_error)

@@ -10,18 +10,19 @@ import uuid
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from anaphora.errors import Unauthorized
+from anaphora.errors import EngineUnavailable, Unauthorized
 from anaphora.server.envelope import error_response, log_failure
 from anaphora.server.internal import internal_of
 from anaphora.server.metrics import Metrics
 from anaphora.server.tenants import Caller, Tenants
+from anaphora.server.tracing import Tracing
 
 logger = logging.getLogger("anaphora.access")
 
 # The exact path as the router will read it. Everything else needs a key, so that no spelling of a
 # path can be a way around it.
-_OPEN_PATHS = frozenset({"/health"})
-_PROBES = ("/health", "/metrics")
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+_PROBES = ("/health", "/ready", "/metrics")
 _CLIENT_LEFT = 499  # nginx's number for it; never sent
 _MAX_LOGGED_PATH_CHARS = 128
 
@@ -29,25 +30,40 @@ _MAX_LOGGED_PATH_CHARS = 128
 class Gate:
     """ASGI middleware that authenticates before anything looks at the request.
 
-    Leaves ``state.caller``, ``state.tenant`` and ``state.request_id`` for the routes.
+    Leaves ``state.caller``, ``state.tenant`` and ``state.request_id`` for the routes; they leave
+    ``state.meter``, if they generate. While ``drain`` holds, nothing new is let in.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Tenants, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        tenants: Tenants,
+        metrics: Metrics,
+        drain: Drain,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._app = app
         self._tenants = tenants
         self._metrics = metrics
+        self._drain = drain
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        elif scope["type"] == "http" and self._tracing is not None:
+            with self._tracing.span(scope) as span:
+                await self._handle(scope, receive, send, span)
         elif scope["type"] == "http":
             await self._handle(scope, receive, send)
         else:  # we have no websockets
             await receive()
             await send({"type": "websocket.close", "code": 1000})
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(
+        self, scope: Scope, receive: Receive, send: Send, span: object = None
+    ) -> None:
         started = time.perf_counter()
         request_id = uuid.uuid4().hex
         status = _CLIENT_LEFT
@@ -62,14 +78,15 @@ class Gate:
                 ]
             await send(message)
 
+        state = scope.setdefault("state", {})
         try:
-            state = scope.setdefault("state", {})
             state["request_id"] = request_id
             internal = internal_of(scope)
             caller = self._caller(scope) if internal is None else internal.caller
             state["tenant"], state["caller"] = caller.tenant, caller
+            self._drain.check(scope["path"])
             await self._app(scope, receive, send_named)
-        except Unauthorized as error:
+        except (Unauthorized, EngineUnavailable) as error:
             await error_response(error)(scope, receive, send_named)
         except ClientDisconnect:
             pass  # nobody is left to answer
@@ -78,7 +95,11 @@ class Gate:
             if status == _CLIENT_LEFT:
                 await error_response(error)(scope, receive, send_named)
         finally:
-            self._record(scope, request_id, status, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._record(scope, request_id, status, seconds)
+            if self._tracing is not None:
+                route = _route_of(scope)
+                self._tracing.describe(span, route, status, request_id, state.get("meter"))
 
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in _OPEN_PATHS:
@@ -90,11 +111,42 @@ class Gate:
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         if internal_of(scope) is not None:
             return  # a batch's line: no HTTP, and its usage row says all
-        route = getattr(scope.get("route"), "path", "none")
+        route = _route_of(scope)
         self._metrics.count_response(route, status)
         # without the query string, which may hold secrets, and quoted, so that it stays one line
         path = urllib.parse.quote(scope["path"])[:_MAX_LOGGED_PATH_CHARS]
         # probes come every few seconds and would drown the rest
         level = logging.DEBUG if route in _PROBES and status == 200 else logging.INFO
-        method = scope["method"][:16]
-        logger.log(level, "%s %s %d %.3fs %s", method, path, status, seconds, request_id)
+        method, state = scope["method"][:16], scope["state"]
+        fields = {
+            "method": method,
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 6),
+            "request_id": request_id,
+            "tenant": state.get("tenant", ""),
+        }
+        if (meter := state.get("meter")) is not None:
+            fields |= meter.log_fields()
+        logger.log(
+            level,
+            "%s %s %d %.3fs %s",
+            *(method, path, status, seconds, request_id),
+            extra={"fields": fields},
+        )
+
+
+class Drain:
+    """Whether the server is about to end: then nothing new is begun."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+
+    def check(self, path: str) -> None:
+        """Raises ``EngineUnavailable`` for what another server should do."""
+        if self.is_draining and path not in _PROBES:
+            raise EngineUnavailable("the server is ending; send the request again", retry_after=1)
+
+
+def _route_of(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path", "none")

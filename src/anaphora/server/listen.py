@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import socket
+import ssl
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,15 +19,42 @@ from anaphora.server.tenants import Tenants
 # h11 bounds the headers of a request to this size; uvicorn's default parser has no bound at all.
 _MAX_HEADER_BYTES = 64 * 2**10
 _HEAD_SECONDS = 15.0
+_READ_SECONDS = 60.0  # for the 64 KiB that may wait for a client
 _BACKLOG = 2048
 _GRACEFUL_SECONDS = 30  # running requests get this long after SIGTERM
 
 
-class _TimedProtocol(H11Protocol):
-    """Closes a connection that does not complete a request's head in time.
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """Files of the server's certificate and key. Raises ``ConfigError`` if they do not fit."""
 
-    Uvicorn bounds the pause between requests, but not how slowly a head may trickle in.
+    certfile: Path
+    keyfile: Path
+
+    def __post_init__(self) -> None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                self.certfile, self.keyfile, password=_refuse_password
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--ssl-certfile {self.certfile} with --ssl-keyfile {self.keyfile} cannot be used "
+                f"({error}); give a certificate and its key in PEM, the key without a password"
+            ) from None
+
+
+def _refuse_password() -> str:
+    raise ValueError("the key needs a password")  # else OpenSSL asks on the terminal
+
+
+class _TimedProtocol(H11Protocol):
+    """Closes a connection that does not complete a request's head in time, or does not read.
+
+    Uvicorn bounds the pause between requests, but not how slowly a head may trickle in, nor how
+    slowly an answer may be read.
     """
+
+    _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is awaited from now on."""
@@ -35,6 +65,23 @@ class _TimedProtocol(H11Protocol):
         """The next one is."""
         super().on_response_complete()
         self._await_head()
+
+    def pause_writing(self) -> None:
+        """The client does not read; it gets a while."""
+        super().pause_writing()
+        self._reading = self.loop.call_later(_READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It does."""
+        super().resume_writing()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        super().connection_lost(exc)
+        if self._reading is not None:
+            self._reading.cancel()
 
     def _await_head(self) -> None:
         self.loop.call_later(_HEAD_SECONDS, self._close_unless_after, self.cycle)
@@ -78,13 +125,14 @@ def bind(host: str, port: int, *, tenants: Tenants) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, tls: Tls | None = None) -> str:
     """The server's base URL."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def build_server(app: FastAPI) -> uvicorn.Server:
+def build_server(app: FastAPI, tls: Tls | None = None) -> uvicorn.Server:
     """Uvicorn for ``app``; ``await server.serve(sockets=[sock])`` runs it until SIGTERM."""
     config = uvicorn.Config(
         app,
@@ -97,5 +145,7 @@ def build_server(app: FastAPI) -> uvicorn.Server:
         server_header=False,
         backlog=_BACKLOG,
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
+        ssl_certfile=None if tls is None else tls.certfile,
+        ssl_keyfile=None if tls is None else tls.keyfile,
     )
     return uvicorn.Server(config)

@@ -114,6 +114,19 @@ class Meter:
             + num_computed_outputs * weights.output
         )
 
+    def log_fields(self) -> dict[str, str | int | float | None]:
+        """For the line that the log has of each request."""
+        used, asked = self.used, self.asked
+        return {
+            "key_id": asked.caller.key_id,
+            "endpoint": asked.endpoint.name,
+            "class": asked.workload,
+            "input_tokens": used.input_tokens,
+            "cached_tokens": used.cached_tokens,
+            "output_tokens": used.output_tokens,
+            "ttft": used.ttft if used.ttft is None else round(used.ttft, 6),
+        }
+
     def end(
         self, reason: FinishReason, reports: Iterable[CacheReport | None], status: int | None = None
     ) -> None:

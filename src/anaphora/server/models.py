@@ -1,4 +1,4 @@
-"""``/v1/models``, ``/health``, ``/metrics``, ``/tokenize`` and ``/detokenize``."""
+"""``/v1/models``, ``/health``, ``/ready``, ``/metrics``, ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,18 @@ def models_router(service: Service) -> APIRouter:
     @router.head("/health", response_model=None, include_in_schema=False)
     @router.get("/health", response_model=None)
     async def health() -> Response:
-        """200 while an engine takes requests, else 503. Needs no key."""
+        """200: the server lives. Needs no key."""
+        return json_response({"status": "ok"})
+
+    @router.head("/ready", response_model=None, include_in_schema=False)
+    @router.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """200 while new requests are taken; 503 without an engine, and when the server is ending.
+
+        Needs no key.
+        """
+        if service.drain.is_draining:
+            raise EngineUnavailable("the server is ending", retry_after=1)
         if not service.llm.is_ready:
             raise EngineUnavailable("no engine is ready; one is starting, try again soon")
         return json_response({"status": "ok"})

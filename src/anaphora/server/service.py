@@ -17,6 +17,7 @@ from anaphora.config import Weights
 from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, NotKept, StoreUnavailable
 from anaphora.server.batch_runner import BatchRunner
 from anaphora.server.endpoints import Endpoint, Endpoints
+from anaphora.server.gate import Drain
 from anaphora.server.generation import Generation
 from anaphora.server.internal import internal_of
 from anaphora.server.limits import Limiter
@@ -77,6 +78,7 @@ class Service:
         self.metrics = metrics
         self.weights = weights
         self.created = created
+        self.drain = Drain()
         self.usage_log = None if store is None else UsageLog(store)
         self._store = store
         self._revision = -1  # of the database, as last read
@@ -103,7 +105,9 @@ class Service:
         batches = BatchRunner(
             app, self._store, self.endpoints, max_in_flight=2 * self.llm.info.max_num_seqs
         )
-        await asyncio.gather(batches.run(), self._watch())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(batches.run())
+            group.create_task(self._watch())
 
     async def _watch(self) -> None:
         while True:
@@ -277,6 +281,7 @@ class Service:
             usage_log=self.usage_log,
             weights=self.weights,
         )
+        request.state.meter = meter
         return Generation(
             self.llm,
             prompts,
