@@ -330,6 +330,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     tenant_queries: dict[str, int] = {}
     tenant_hits: dict[str, int] = {}
     missed_tokens: dict[str, int] = {}  # by MissReason
+    served_tokens: dict[str, float] = {}  # by workload, weighted as config.Weights says
+    bought_tokens: dict[str, float] = {}  # of them, by the endpoint that had bought them
 
 
 GAUGES = frozenset(

@@ -21,7 +21,7 @@ from anaphora.types import WORKLOADS
 NUM_RANKS = len(WORKLOADS)  # 0 is the most urgent
 _PROVISIONED, _INTERACTIVE, _BATCH = range(NUM_RANKS)
 _HELD = NUM_RANKS  # a rank that is never served
-_CREDIT_SECONDS = 1.0  # what a bought endpoint may save up while it asks for less
+_CREDIT_SECONDS = 5.0  # what a bought endpoint may save up while it asks for less
 _MAX_IDLE_ACCOUNTS = 4096
 
 
@@ -40,6 +40,20 @@ class Account:
         return bool(self.waiting) or self.num_started > 0
 
 
+class _Total:
+    """A counter of costs that never falls: what is given back makes the next costs count less."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._owed = 0.0
+
+    def add(self, cost: float) -> None:
+        self._owed += cost
+        if self._owed > 0:
+            self.value += self._owed
+            self._owed = 0.0
+
+
 class Bought:
     """An endpoint's bought tokens a second, and its sequences while nothing is left for them."""
 
@@ -48,6 +62,7 @@ class Bought:
         self.balance = self.rate * _CREDIT_SECONDS
         self.within = Account(_PROVISIONED)
         self.over = Account(_INTERACTIVE if capacity.may_burst else _HELD)
+        self.spent = _Total()  # of what was bought, since the start
         self._updated = now
 
     def refill(self, now: float) -> None:
@@ -68,6 +83,7 @@ class Accounts:
         self, weights: Weights, capacities: Iterable[BoughtCapacity] = (), now: float = 0.0
     ) -> None:
         self.num_waiting = 0
+        self._served = [_Total() for _ in range(NUM_RANKS)]
         self._weights = weights
         self._bought = {c.endpoint: Bought(c, now) for c in capacities}
         self._of_rank: list[dict[str, Account]] = [{} for _ in range(NUM_RANKS)]
@@ -158,6 +174,14 @@ class Accounts:
             if bought.over.is_active:
                 self._spend(bought, running)
 
+    def served(self) -> dict[str, float]:
+        """Weighted tokens that each kind of work had."""
+        return {name: total.value for name, total in zip(WORKLOADS, self._served, strict=True)}
+
+    def spent(self) -> dict[str, float]:
+        """Weighted tokens that each endpoint had of what it bought."""
+        return {name: bought.spent.value for name, bought in self._bought.items()}
+
     def seconds_until_credit(self) -> float | None:
         """When held sequences may start, if there are any."""
         held = [b for b in self._bought.values() if b.over.rank == _HELD and b.over.waiting]
@@ -174,8 +198,10 @@ class Accounts:
 
     def _charge(self, seq: Sequence, cost: float) -> None:
         seq.account.served += cost
+        self._served[seq.account.rank].add(cost)
         if (bought := self._bought.get(seq.endpoint)) and seq.account is bought.within:
             bought.balance -= cost
+            bought.spent.add(cost)
 
     def _account(self, rank: int, name: str) -> Account:
         accounts = self._of_rank[rank]

@@ -402,6 +402,8 @@ class Engine:
             tenant_queries=dict(cache.tenant_queries),
             tenant_hits=dict(cache.tenant_hits),
             missed_tokens={**cache.missed_because},
+            served_tokens=self.scheduler.accounts.served(),
+            bought_tokens=self.scheduler.accounts.spent(),
         )
 
     def _count(self, tier: Tier) -> TierCounters:

@@ -131,6 +131,19 @@ class EngineCollector(Collector):
             "reason",
             {reason: stats.missed_tokens.get(reason, 0) for reason in MISS_REASONS},
         )
+        yield _counters(
+            "served_tokens",
+            "Tokens computed and found, weighted by what they cost, by the class they were served "
+            "in.",
+            "class",
+            {name: stats.served_tokens.get(name, 0) for name in WORKLOADS},
+        )
+        yield _counters(
+            "bought_tokens",
+            "Of anaphora_served_tokens_total, what endpoints had of their bought capacity.",
+            "endpoint",
+            stats.bought_tokens,
+        )
         if self._num_tenants:
             queries, hits = stats.tenant_queries, stats.tenant_hits
             yield from _lookups("tenant", self._group(queries), self._group(hits))
