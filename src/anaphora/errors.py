@@ -19,6 +19,7 @@ AnaphoraError
 ├── EngineError            our fault                                        → 5xx
 │   ├── EngineDied         500, a running request was lost with its engine process
 │   └── EngineUnavailable  503, a fresh engine is starting, or the server is ending
+├── NoTokenLeft            nothing that the request allows can come next    → its choice ends
 ├── DamagedBlock           a block on disk is not what was written         → a miss
 └── MeasurementError       a measured server failed or answered wrongly     → exit status 1
 
@@ -141,6 +142,17 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, retry_after: float = 2.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class NoTokenLeft(AnaphoraError):
+    """Nothing that the request's constraints allow can come next; ``param`` names the field.
+
+    Never leaves the engine: it ends one choice, and the request gets ``InvalidRequest``.
+    """
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class DamagedBlock(AnaphoraError):

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
+from anaphora.constraints import Constraint
 from anaphora.errors import ContextTooLong, InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -54,8 +55,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``max_tokens`` None means up to the context's end. ``logprobs`` is
     the number of alternatives to report beside the chosen token, None for no logprobs at all.
-    ``output_format`` says how to take the answer apart (``ChatTemplate.output_format``), and
-    ``tool_names`` which functions it may call where only the name tells a call from text.
+    ``constraint`` is what an answer has to match. ``output_format`` says how to take the answer
+    apart (``ChatTemplate.output_format``), and ``tool_names`` which functions it may call where
+    only the name tells a call from text.
     """
 
     n: int = 1
@@ -76,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    constraint: Constraint | None = None
     output_format: OutputFormat = "text"
     tool_names: tuple[str, ...] = ()
 
@@ -217,6 +220,13 @@ def are_token_ids(values: Collection[object], vocab_size: int) -> bool:
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
 
 
+class TokenTable(msgspec.Struct, frozen=True, tag=True):
+    """What constraints need to know of a vocabulary: the engine sees no other text."""
+
+    token_bytes: list[bytes]  # by token id
+    control_ids: list[int]  # tokens that stand for no text
+
+
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     """What of one prompt was found in the cache, and why the rest was not. Counts in tokens."""
 
@@ -248,6 +258,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_param: str | None = None  # the request's field, where its value is the reason
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):

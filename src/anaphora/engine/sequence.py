@@ -8,6 +8,7 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLMatcher
 
 from anaphora.cache.cacheable import Admission
 from anaphora.cache.hashing import BlockHash, BlockKey
@@ -82,6 +83,7 @@ class Sequence:
         # Filled by the engine, a token at a time.
         self.token_ids = list(prompt_token_ids)
         self.token_counts: dict[int, int] = {}  # of generated tokens
+        self.matcher: LLMatcher | None = None  # of its constraint, after the generated tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -108,7 +110,9 @@ class Sequence:
         """Adds a sampled token and sets ``finish_reason`` if it is the last one."""
         self.token_ids.append(token_id)
         self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
-        if self.num_generated_tokens >= self.params.min_tokens:
+        if self.matcher is not None and token_id in eos_token_ids:
+            self.finish_reason = "stop"  # its constraint allows nothing after it
+        elif self.num_generated_tokens >= self.params.min_tokens:
             if token_id in self.params.stop_token_ids:
                 self.finish_reason, self.stop_token_id = "stop", token_id
             elif token_id in eos_token_ids and not self.params.ignore_eos:
