@@ -130,11 +130,6 @@ def compose(lark: str, parts: Mapping[str, Constraint], param: str) -> Constrain
     return Constraint("composed", json.dumps({"grammars": grammars}, ensure_ascii=False), param)
 
 
-def literal(text: str) -> str:
-    """``text`` as a Lark string."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def shorten(message: str) -> str:
     """llguidance's complaint without the places where it quotes what it was given."""
     if "regex parse error" in message and (found := re.search(r"^error: (.*)$", message, re.M)):
@@ -147,7 +142,7 @@ def shorten(message: str) -> str:
 
 
 def _lark_of_choices(choices: list[str]) -> str:
-    return "start: " + " | ".join(literal(choice) for choice in choices)
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def _escape(regex: str) -> str:

@@ -1,7 +1,8 @@
 """A model that is not one: ``FakeLLM`` answers from a script, so tests need no weights.
 
 It keeps ``AsyncLLM``'s contract, from call-time checks to aborts, cached-token counts, purges and
-pins. A token is a byte; the ids above are control tokens. Nothing here is random.
+pins. Constraints are checked as there, but answers are taken as they are scripted. A token is a
+byte; the ids above are control tokens. Nothing here is random.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from anaphora import constraint_check
 from anaphora.adapter_names import AdapterNames
 from anaphora.errors import EngineDied, EngineUnavailable, RequestError
 from anaphora.fake_cache import TIER, FakeCache
@@ -246,6 +248,8 @@ class FakeLLM:
     async def _run(
         self, request: EngineRequest, script: _Script
     ) -> AsyncGenerator[CompletionDelta, None]:
+        if request.params.constraint is not None:
+            await constraint_check.check(request.params.constraint)
         num_deaths = self._num_deaths
         self._stats.num_running += 1
         report = self._cache.look_up(request.scope, request.prompt_token_ids)

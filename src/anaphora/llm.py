@@ -254,13 +254,15 @@ class LLM:
         params: SamplingParams = DEFAULT_PARAMS,
         *,
         tools: list[dict[str, Any]] | None = None,
+        must_call: bool = False,
         scope: CacheScope | None = None,
         workload: Workload = "interactive",
         adapter: str | None = None,
     ) -> Completion:
         """The answer to a conversation; with n > 1 use ``generate``.
 
-        ``tools`` are functions in OpenAI's shape, for models whose calls are understood.
+        ``tools`` are functions in OpenAI's shape. With ``must_call`` the answer is a call of one of
+        them, with arguments that match its parameters.
         """
         _check_params(params)
         if params.n != 1:
@@ -268,7 +270,12 @@ class LLM:
         template = self._text.chat_template
         if template is None:
             raise InvalidRequest("this model has no chat template; use generate()")
-        params = template.reading(params, tools)
+        if must_call and not tools:
+            raise InvalidRequest(
+                "must_call is set but there are no tools; give some", param="tools"
+            )
+        params = template.reading(params, tools, must_call=must_call)
+        messages, tools = template.offer(messages, tools)
         token_ids = template.encode(messages, tools=tools)
         return self._run([token_ids], params, scope or CacheScope(), workload, adapter)[0]
 

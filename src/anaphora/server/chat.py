@@ -29,9 +29,7 @@ def chat_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         params = body.sampling_params(service.llm.info.vocab_size)
         prompt = await service.encode_chat(body.messages, body)
-        if not body.continue_final_message:  # where it is, the answer goes on inside the text
-            template = service.chat_template
-            params = template.reading(params, body.offered_tools(template.output_format))
+        params = service.reading(body, params)
         generation = service.generation(
             request,
             [prompt],
@@ -106,7 +104,7 @@ class _ChatAnswer:
                     added = [calls[delta.index].add(call) for call in delta.tool_calls]
                     yield self._chunk([_chunk_choice(delta.index, {"tool_calls": added})])
                 if delta.finish_reason is not None:
-                    reason = _finish_reason(delta.finish_reason, calls[delta.index])
+                    reason = _finish_reason(delta.finish_reason, calls[delta.index], self._body)
                     last = _chunk_choice(delta.index, {}, finish_reason=reason)
                     yield self._chunk([{**last, "stop_reason": delta.stop_reason}])
         if self._body.includes_usage or self._body.cache_diagnostics:
@@ -144,6 +142,7 @@ class _Choice:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls = ToolCalls()
+        self._body = body
         self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
         self._head: dict[str, Any] = {"index": index}
         self._end: dict[str, Any] = {"finish_reason": None}
@@ -155,7 +154,7 @@ class _Choice:
             self._calls.add(call)
         if self._logprobs is not None:
             self._logprobs += logprobs
-        reason = _finish_reason(delta.finish_reason, self._calls)
+        reason = _finish_reason(delta.finish_reason, self._calls, self._body)
         self._end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
     def whole(self) -> dict[str, Any]:
@@ -169,8 +168,9 @@ class _Choice:
         return {**self._head, "message": message, "logprobs": logprobs, **self._end}
 
 
-def _finish_reason(reason: FinishReason | None, calls: ToolCalls) -> str | None:
-    return "tool_calls" if reason == "stop" and calls else reason
+def _finish_reason(reason: FinishReason | None, calls: ToolCalls, body: ChatRequest) -> str | None:
+    """As OpenAI: a call that the request itself named is no choice of the model's."""
+    return "tool_calls" if reason == "stop" and calls and not body.names_function else reason
 
 
 def _chunk_choice(

@@ -14,16 +14,10 @@ BATCH_TIERS: tuple[ServiceTier, ...] = ("flex", "batch")
 
 # Field → the values that ask for nothing. Any other value would change the answer's meaning.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),  # in chat models whose format we read have them; see server/tools.py
+    "tools": (None, []),  # chats have them; see server/tools.py
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None, {}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -75,8 +69,10 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
     "safety_identifier": "as user",
     "metadata": "labels for OpenAI's dashboard",
     "store": "false, which is what always holds",
-    "parallel_tool_calls": "models that call tools make one call in an answer",
-    "tools[].function.strict": "arguments are as the model writes them; check them",
+    "parallel_tool_calls": "an answer has one call",
+    "tools[].function.strict": "calls that are forced always match, others are the model's own",
+    "response_format.json_schema.strict": "answers always match",
+    "structured_outputs.disable_fallback": "there is one backend",
     "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
     "verbosity": "the models served have one verbosity",
     "prompt_cache_retention": "how long others may keep a prefix; here the operator decides",

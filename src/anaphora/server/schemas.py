@@ -23,7 +23,8 @@ from pydantic_core import PydanticCustomError
 from anaphora.errors import InvalidRequest
 from anaphora.server.envelope import describe, translate, unsupported
 from anaphora.server.fields import BATCH_TIERS, ServiceTier, refuse_unsupported
-from anaphora.server.tools import check_calls, check_tools
+from anaphora.server.structured import read_constraint
+from anaphora.server.tools import ToolChoice, check_calls, check_tools, choose_tools
 from anaphora.types import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -31,7 +32,6 @@ from anaphora.types import (
     MAX_SEED,
     CacheScope,
     Message,
-    OutputFormat,
     SamplingParams,
     Workload,
 )
@@ -107,6 +107,13 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    # Checked by hand: they hold schemas.
+    response_format: SkipValidation[Any] = None
+    structured_outputs: SkipValidation[Any] = None
+    guided_json: SkipValidation[Any] = None
+    guided_regex: SkipValidation[Any] = None
+    guided_choice: SkipValidation[Any] = None
+    guided_grammar: SkipValidation[Any] = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     prompt_cache_key: str | None = Field(None, max_length=MAX_CACHE_KEY_CHARS)
     cache_diagnostics: bool | None = None
@@ -171,6 +178,7 @@ class SamplingBody(Body):
             "skip_special_tokens": self.skip_special_tokens,
             "max_tokens": self._max_tokens(),
             "logprobs": self._num_logprobs(),
+            "constraint": read_constraint(vars(self)),
         }
         # null means "the default" for OpenAI's clients
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})
@@ -239,21 +247,13 @@ class ChatMessage(Body):
     ) = None
     tool_calls: SkipValidation[Any] = None  # checked by hand, where the model has them
 
-    def as_message(self, where: str, output_format: OutputFormat) -> Message:
-        """The message as a template reads it, with its parts joined to one string.
-
-        Calls and their results need an ``output_format`` that has calls.
-        """
+    def as_message(self, where: str) -> Message:
+        """The message as a template reads it, with its parts joined to one string."""
         extra = dict(self.model_extra or {})
         if extra.pop("function_call", None):
             raise unsupported(f"{where}.function_call", "send tool_calls")
         if self.role == "function":
             raise unsupported(f"{where}.role", 'send a result with the role "tool"')
-        if output_format == "text":
-            if self.tool_calls:
-                raise unsupported(f"{where}.tool_calls", "write the call and its result as text")
-            if self.role == "tool":
-                raise unsupported(f"{where}.role", "send a tool's result as a user message")
         if self.tool_calls:
             extra["tool_calls"] = check_calls(self.tool_calls, self.role, where)
         # "developer" is OpenAI's newer name of "system", the only one that open templates know
@@ -284,15 +284,19 @@ class TemplateBody(Body):
     tool_choice: SkipValidation[Any] = None
     reasoning_effort: str | None = None
 
-    def offered_tools(self, output_format: OutputFormat) -> list[dict[str, Any]]:
-        """The functions to show the model. Raises ``InvalidRequest`` if it cannot call any."""
-        if output_format != "text":
-            return check_tools(self.tools, self.tool_choice)
-        refuse_unsupported(
-            {"tools": self.tools, "tool_choice": self.tool_choice},
-            "how this model calls tools is not known: leave it out, or use another model",
-        )
-        return []
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The functions to show the model. Raises ``InvalidRequest`` that names the element."""
+        return check_tools(self.tools, self.tool_choice)
+
+    def chosen_tools(self) -> ToolChoice:
+        """Those of them that an answer may call, or has to. Raises as ``offered_tools``."""
+        return choose_tools(self.offered_tools(), self.tool_choice)
+
+    @property
+    def names_function(self) -> bool:
+        """Whether the answer has to be a call of a certain function."""
+        choice = self.tool_choice
+        return isinstance(choice, dict) and choice.get("type") == "function"
 
     def template_kwargs(self, *, reads_reasoning_effort: bool) -> dict[str, Any]:
         """What the template gets beside the messages."""
@@ -392,7 +396,7 @@ class TokenizeRequest(TemplateBody):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         refuse_unsupported(self.model_extra or {})
         if self.prompt is not None:
-            self.offered_tools("text")
+            refuse_unsupported({"tools": self.tools, "tool_choice": self.tool_choice})
         return self
 
 
