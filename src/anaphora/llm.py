@@ -69,6 +69,7 @@ class Completion:
     tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)  # as reasoning
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)  # from the second
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt: their computation was skipped
     cache_report: CacheReport | None = None  # of the prompt; the first choice has it
@@ -85,6 +86,7 @@ class Completion:
             self.tool_calls[call.index].arguments += call.arguments
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
         self.cache_report = self.cache_report or delta.cache_report
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -190,6 +192,7 @@ class RequestOutputs:
             token_ids=token_ids,
             num_cached_tokens=output.num_cached_tokens,
             cache_report=output.cache_report,
+            prompt_logprobs=tuple(output.prompt_logprobs),
             logprobs=() if output.logprob is None else (output.logprob,),
             finish_reason=finish_reason,
             stop_reason=output.stop_token_id if stop_reason is None else stop_reason,

@@ -37,6 +37,7 @@ MissReason = Literal[
     "recompute_cheaper",  # than fetching it from a lower tier
     "other_adapter",  # same tokens, computed with another adapter
     "other_scope",  # same tokens, under another cache_salt or prompt_cache_key of this tenant
+    "prompt_logprobs",  # asked for: all of the prompt is computed
     "disabled",
 ]
 MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
@@ -55,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``max_tokens`` None means up to the context's end. ``logprobs`` is
     the number of alternatives to report beside the chosen token, None for no logprobs at all.
+    ``max_tokens`` 0 computes the prompt and generates nothing.
     ``constraint`` is what an answer has to match. ``output_format`` says how to take the answer
     apart (``ChatTemplate.output_format``), and ``tool_names`` which functions it may call where
     only the name tells a call from text.
@@ -78,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, which finds no hits
     constraint: Constraint | None = None
     output_format: OutputFormat = "text"
     tool_names: tuple[str, ...] = ()
@@ -86,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_types(self)
         _check_range("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+            _check_range("max_tokens", self.max_tokens, 0, MAX_TOKENS)
         _check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -120,6 +123,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range("stop string's length", len(stop), 1, MAX_STOP_STRING_CHARS, param="stop")
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 @functools.cache
@@ -253,6 +258,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     num_cached_tokens: int
     cache_report: CacheReport | None = None  # with the first output of a request
+    prompt_logprobs: list[TokenLogprob] = []  # with a choice's first output: of all but one token
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
@@ -285,6 +291,8 @@ class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCallDelta, ...] = ()
     part: OutputPart = "content"  # what ``token_ids`` are part of
     cache_report: CacheReport | None = None  # in the first delta of a request
+    # In a choice's first delta, if asked for: of the prompt's tokens from the second one on.
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

@@ -142,12 +142,14 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 2049}, "prompt"),
     ({"prompt": ["a"] * 65, "n": 32}, "prompt"),
     ({"logprobs": 6}, "logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"logprobs": True}, "logprobs"),
 ]
 UNSUPPORTED_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"suffix": CANARY}, "suffix"),
     ({"best_of": 3}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "logprobs"),
     ({"prompt_embeds": CANARY}, "prompt_embeds"),
 ]
 

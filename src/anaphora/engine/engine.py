@@ -216,7 +216,7 @@ class Engine:
         """Queues a request's choices. Raises ``RequestError`` and then has changed nothing."""
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         longest = self.info.max_model_len - len(request.prompt_token_ids)
-        scope = request.scope
+        scope, max_tokens = request.scope, request.params.max_tokens
         owner = Owner(scope.tenant, request.workload, scope.adapter)
         choices = [
             Sequence(
@@ -225,7 +225,7 @@ class Engine:
                 request.prompt_token_ids,
                 request.params,
                 self.cache.root(scope),
-                max_tokens=min(request.params.max_tokens or longest, longest),
+                max_tokens=longest if max_tokens is None else min(max_tokens, longest),
                 owner=owner,
                 num_public_blocks=self.cache.num_public_blocks(request.prompt_token_ids, scope),
                 adapter=self.adapters.hold(scope.adapter),
@@ -347,10 +347,15 @@ class Engine:
             index=seq.index,
             num_cached_tokens=num_cached_tokens,
             cache_report=cache_report,
+            prompt_logprobs=seq.prompt_logprobs if seq.num_generated_tokens <= 1 else [],
         )
 
     def _advance(self, seq: Sequence, logits: Array, allowed: Mask | None) -> SequenceOutput:
         """Appends the next token of one choice; a failure ends this choice and no other."""
+        if seq.max_tokens == 0:
+            output = self._output(seq)
+            self._finish(seq, "length")
+            return msgspec.structs.replace(output, finish_reason="length")
         try:
             token_id = sampler.sample(logits, seq, self._eos_token_ids, allowed)
             self._follow(seq, token_id)

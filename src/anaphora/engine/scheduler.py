@@ -121,8 +121,11 @@ class Scheduler:
             if num_matched_against == self.max_num_seqs:
                 break  # matching costs time; thousands of followers take several steps
             num_matched_against += 1
-            match = self.cache.match(seq)
-            seq.awaited_hash = self.cache.find_awaited(seq, len(match.found))
+            if seq.is_scored:
+                match = Match([], [], [], is_unwanted=True)
+            else:
+                match = self.cache.match(seq)
+                seq.awaited_hash = self.cache.find_awaited(seq, len(match.found))
             if seq.awaited_hash is not None:
                 continue
             while not self.cache.can_start(match, len(seq.token_ids)) and self.running:

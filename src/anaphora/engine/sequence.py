@@ -15,7 +15,7 @@ from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.shares import Owner
 from anaphora.cache.windows import WindowState
 from anaphora.ops.lora import Adapter
-from anaphora.types import WORKLOADS, CacheReport, FinishReason, SamplingParams
+from anaphora.types import WORKLOADS, CacheReport, FinishReason, SamplingParams, TokenLogprob
 
 
 class SequenceStatus(enum.Enum):
@@ -83,7 +83,14 @@ class Sequence:
         # Filled by the engine, a token at a time.
         self.token_ids = list(prompt_token_ids)
         self.token_counts: dict[int, int] = {}  # of generated tokens
+        self.prompt_logprobs: list[TokenLogprob] = []  # of its second token and those after it
         self.matcher: LLMatcher | None = None  # of its constraint, after the generated tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        is_wanted = self.params.prompt_logprobs is not None
+        return is_wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def num_generated_tokens(self) -> int:

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request, Response
 
 from anaphora.server.envelope import json_response
 from anaphora.server.generation import Generation
-from anaphora.server.logprobs import chat_logprobs
+from anaphora.server.logprobs import chat_logprobs, prompt_logprobs
 from anaphora.server.schemas import ChatRequest
 from anaphora.server.service import Service, now
 from anaphora.server.tools import ToolCalls
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
-from anaphora.types import CompletionDelta, FinishReason
+from anaphora.types import CompletionDelta, FinishReason, TokenLogprob
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -71,14 +71,20 @@ class _ChatAnswer:
     async def whole(self) -> dict[str, Any]:
         """The complete response body."""
         choices = [_Choice(i, self._body) for i in range(self._generation.num_choices)]
+        of_prompt: tuple[TokenLogprob, ...] = ()
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 choices[delta.index].add(delta, self._logprobs(delta))
+                of_prompt = of_prompt or delta.prompt_logprobs
+        more = {}
+        if self._body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, of_prompt)
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [choice.whole() for choice in choices],
             "usage": self._generation.usage(),
+            **more,
             **self._diagnostics(),
         }
 

@@ -11,11 +11,11 @@ from fastapi import APIRouter, Request, Response
 from anaphora.errors import InvalidRequest
 from anaphora.server.envelope import describe, json_response
 from anaphora.server.generation import Generation
-from anaphora.server.logprobs import CompletionLogprobs
+from anaphora.server.logprobs import CompletionLogprobs, prompt_logprobs
 from anaphora.server.schemas import CompletionRequest, Prompt
 from anaphora.server.service import MAX_CHOICES_PER_REQUEST, Service, now
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
-from anaphora.types import CompletionDelta
+from anaphora.types import CompletionDelta, TokenLogprob
 
 _SHAPES = "send a string, a list of strings, a list of token ids or a list of such lists"
 
@@ -44,7 +44,13 @@ def completions_router(service: Service) -> APIRouter:
         )
         echoes = _echoes(service, given) if body.echo else [""] * len(given)
         answer = _Completion(
-            service, body, generation, echoes, request_id=request.state.request_id, n=params.n
+            service,
+            body,
+            generation,
+            echoes,
+            prompts,
+            request_id=request.state.request_id,
+            n=params.n,
         )
         if not body.stream:
             content = await unless_disconnected(request.receive, answer.whole())
@@ -111,13 +117,17 @@ class _Completion:
         body: CompletionRequest,
         generation: Generation,
         echoes: Sequence[str],
+        prompts: Sequence[Sequence[int]],
         *,
         request_id: str,
         n: int,
     ) -> None:
         self._body = body
+        self._echoed: set[int] = set()  # choices whose prompt has its log-probabilities
         self._generation = generation
+        self._tokenizer = service.llm.tokenizer
         self._echo_of_choice = [echo for echo in echoes for _ in range(n)]
+        self._prompt_of_choice = [prompt for prompt in prompts for _ in range(n)]
         self._logprobs = [
             CompletionLogprobs(service.llm.tokenizer) for _ in range(generation.num_choices)
         ]
@@ -135,16 +145,21 @@ class _Completion:
         texts = [[echo] for echo in self._echo_of_choice]
         logprobs: list[dict[str, Any] | None] = [None] * len(texts)
         ends: dict[int, CompletionDelta] = {}
+        of_prompts: list[tuple[TokenLogprob, ...]] = [()] * len(texts)
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 texts[delta.index].append(delta.text)
                 logprobs[delta.index] = _joined(logprobs[delta.index], self._new_logprobs(delta))
+                of_prompts[delta.index] = of_prompts[delta.index] or delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     ends[delta.index] = delta
         choices = [
             self._choice(ends[index], "".join(pieces), logprobs[index])
             for index, pieces in enumerate(texts)
         ]
+        if self._body.prompt_logprobs is not None:
+            for choice, found in zip(choices, of_prompts, strict=True):
+                choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, found)
         usage = self._generation.usage()
         return {**self._head, "choices": choices, "usage": usage, **self._diagnostics()}
 
@@ -170,7 +185,17 @@ class _Completion:
     def _new_logprobs(self, delta: CompletionDelta) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        return self._logprobs[delta.index].add(delta.logprobs)
+        lists = self._logprobs[delta.index]
+        of_prompt = None
+        if self._body.echo and delta.index not in self._echoed:
+            self._echoed.add(delta.index)
+            of_prompt = lists.add_prompt(
+                self._prompt_of_choice[delta.index][0],
+                delta.prompt_logprobs,
+                self._body.logprobs,
+                self._echo_of_choice[delta.index],
+            )
+        return _joined(of_prompt, lists.add(delta.logprobs))
 
     def _choice(
         self, delta: CompletionDelta, text: str, logprobs: dict[str, Any] | None

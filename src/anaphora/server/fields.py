@@ -30,7 +30,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),  # as echo
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),

@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from anaphora.server.served import ServedTokenizer
 from anaphora.types import TokenLogprob
 
@@ -38,6 +40,27 @@ def _chat_entry(tokenizer: ServedTokenizer, token_id: int, logprob: float) -> di
     return {"token": token_label(data), "bytes": list(data), "logprob": max(logprob, _LOWEST)}
 
 
+def prompt_logprobs(
+    tokenizer: ServedTokenizer, logprobs: Iterable[TokenLogprob]
+) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``, of each token of a prompt: nothing is known of the first one."""
+    entries: list[dict[str, Any] | None] = [None]
+    for item in logprobs:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(item.top, start=1)}
+        values = {item.token_id: item.logprob, **dict(item.top)}
+        entries.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, _LOWEST),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": token_label(tokenizer.token_bytes(token_id)),
+                }
+                for token_id, logprob in values.items()
+            }
+        )
+    return entries
+
+
 class CompletionLogprobs:
     """Builds ``choices[].logprobs`` of one completion, all at once or chunk by chunk."""
 
@@ -46,7 +69,20 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = first_offset  # in characters of the choice's text
 
-    def add(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    def add_prompt(
+        self, first: int, logprobs: Iterable[TokenLogprob], num_top: int, text: str
+    ) -> dict[str, Any]:
+        """Those for the tokens of a prompt that is echoed as ``text``.
+
+        Of its ``first`` token no log-probability is known. Control tokens are not in the text.
+        """
+        rest = [msgspec.structs.replace(item, top=item.top[:num_top]) for item in logprobs]
+        lists = self.add([TokenLogprob(first, 0.0), *rest], is_prompt=True)
+        lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
+        self._offset = len(text)
+        return lists
+
+    def add(self, logprobs: Iterable[TokenLogprob], *, is_prompt: bool = False) -> dict[str, Any]:
         """The four parallel lists for further tokens."""
         lists: dict[str, list[Any]] = {
             "tokens": [],
@@ -65,5 +101,6 @@ class CompletionLogprobs:
             lists["token_logprobs"].append(chosen)
             lists["top_logprobs"].append(top | {token_label(data): chosen})
             lists["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.decode(data))
+            is_shown = not is_prompt or self._tokenizer.decode((item.token_id,))
+            self._offset += len(self._decoder.decode(data)) if is_shown else 0
         return lists

@@ -107,6 +107,7 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     # Checked by hand: they hold schemas.
     response_format: SkipValidation[Any] = None
     structured_outputs: SkipValidation[Any] = None
@@ -131,6 +132,11 @@ class SamplingBody(Body):
                 )
             if self.stream_options.continuous_usage_stats:
                 raise unsupported("stream_options.continuous_usage_stats", "leave it out")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs come with whole answers only; leave stream out",
+                param="prompt_logprobs",
+            )
         return self
 
     @property
@@ -178,6 +184,7 @@ class SamplingBody(Body):
             "skip_special_tokens": self.skip_special_tokens,
             "max_tokens": self._max_tokens(),
             "logprobs": self._num_logprobs(),
+            "prompt_logprobs": self._num_prompt_logprobs(),
             "constraint": read_constraint(vars(self)),
         }
         # null means "the default" for OpenAI's clients
@@ -188,6 +195,9 @@ class SamplingBody(Body):
 
     def _num_logprobs(self) -> int | None:
         return None
+
+    def _num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
     def _logit_bias(self, vocab_size: int) -> dict[int, float]:
         biases: dict[int, float] = {}
@@ -357,7 +367,7 @@ class CompletionRequest(SamplingBody):
 
     # checked by hand in prompts.py: a union of lists gives unreadable errors
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
-    max_tokens: int | None = Field(DEFAULT_COMPLETION_TOKENS, ge=1, le=_INT32)
+    max_tokens: int | None = Field(DEFAULT_COMPLETION_TOKENS, ge=0, le=_INT32)
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = None
@@ -370,12 +380,20 @@ class CompletionRequest(SamplingBody):
             raise unsupported("suffix", "leave it out")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "leave it out or set it to n")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("logprobs", "with echo, leave logprobs out")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequest(
+                "max_tokens is 0, so nothing would come back; set echo, or ask for a token",
+                param="max_tokens",
+            )
         return self
 
     def _max_tokens(self) -> int | None:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def _num_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        given = [n for n in (echoed, self.prompt_logprobs) if n is not None]
+        return max(given, default=None)
 
     def _num_logprobs(self) -> int | None:
         return self.logprobs
