@@ -48,6 +48,7 @@ MAX_LOGPROBS = 20  # as OpenAI's top_logprobs
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_RUNS = 256
 MAX_SEED = 2**64 - 1
 
 
@@ -74,6 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}  # msgspec copies it for each instance
+    allowed_token_ids: tuple[int, ...] = ()  # the only ones; empty: all
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # runs of tokens that no output may hold
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -114,6 +117,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100, 100)
+        if len(self.bad_token_ids) > MAX_BAD_RUNS or not all(self.bad_token_ids):
+            raise InvalidRequest(
+                f"bad_token_ids has {len(self.bad_token_ids)} runs of tokens; at most "
+                f"{MAX_BAD_RUNS} are allowed, none of them empty",
+                param="bad_token_ids",
+            )
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(
                 f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
@@ -207,6 +216,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             ("prompt", self.prompt_token_ids),
             ("stop_token_ids", self.params.stop_token_ids),
             ("logit_bias", self.params.logit_bias),
+            ("allowed_token_ids", self.params.allowed_token_ids),
+            *(("bad_token_ids", run) for run in self.params.bad_token_ids),
         ):
             if not are_token_ids(token_ids, vocab_size):
                 wrong = next(i for i in token_ids if not are_token_ids((i,), vocab_size))

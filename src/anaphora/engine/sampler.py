@@ -26,6 +26,7 @@ def sample(
 
     Raises FloatingPointError on NaN, ``NoTokenLeft`` if nothing is allowed.
     """
+    allowed = restrict(allowed, seq, len(logits))
     logits = adjust(logits, seq, eos_token_ids, allowed)
     best = int(np.argmax(logits))
     if allowed is not None and logits[best] == -np.inf:
@@ -40,10 +41,30 @@ def sample(
     return int(token_ids[min(int(drawn), len(token_ids) - 1)])
 
 
+def restrict(allowed: Mask | None, seq: Sequence, vocab_size: int) -> Mask | None:
+    """``allowed`` without what the request's lists of tokens shut out; None for all tokens."""
+    p = seq.params
+    if p.allowed_token_ids:
+        listed = np.zeros(vocab_size, np.bool_)
+        listed[[*p.allowed_token_ids]] = True
+        allowed = listed if allowed is None else listed & allowed
+    for *before, last in p.bad_token_ids:
+        num_before = len(before)
+        if num_before > seq.num_generated_tokens:
+            continue
+        if seq.token_ids[len(seq.token_ids) - num_before :] == before:
+            if allowed is None:
+                allowed = np.ones(vocab_size, np.bool_)
+            allowed[last] = False
+    return allowed
+
+
 def no_token_left(params: SamplingParams) -> NoTokenLeft:
     """The error for a step in which nothing is allowed."""
-    constraint = params.constraint
-    param = "allowed_token_ids" if constraint is None else constraint.param
+    if params.constraint is not None:
+        param = params.constraint.param
+    else:
+        param = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
     return NoTokenLeft(
         f"{param} leaves no token that can come next, together with the request's other fields",
         param=param,

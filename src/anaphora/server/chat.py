@@ -27,8 +27,9 @@ def chat_router(service: Service) -> APIRouter:
         """Answer a chat."""
         body = await service.read(request, ChatRequest)
         service.check_model(body.model)
-        params = body.sampling_params(service.llm.info.vocab_size)
+        params = service.sampling_params(body)
         prompt = await service.encode_chat(body.messages, body)
+        prompt = body.truncate(prompt, service.llm.info.max_model_len)
         params = service.reading(body, params)
         generation = service.generation(
             request,
@@ -38,7 +39,7 @@ def chat_router(service: Service) -> APIRouter:
             body.workload,
             "messages",
         )
-        answer = _ChatAnswer(service, body, generation, request.state.request_id)
+        answer = _ChatAnswer(service, body, generation, prompt, request.state.request_id)
         if not body.stream:
             content = await unless_disconnected(request.receive, answer.whole())
             return json_response(content, headers=generation.headers())
@@ -55,8 +56,14 @@ class _ChatAnswer:
     """Formats one generation, whole or as chunks."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, generation: Generation, request_id: str
+        self,
+        service: Service,
+        body: ChatRequest,
+        generation: Generation,
+        prompt: list[int],
+        request_id: str,
     ) -> None:
+        self._prompt = prompt
         self._tokenizer = service.llm.tokenizer
         self._body = body
         self._generation = generation
@@ -76,7 +83,9 @@ class _ChatAnswer:
             async for delta in deltas:
                 choices[delta.index].add(delta, self._logprobs(delta))
                 of_prompt = of_prompt or delta.prompt_logprobs
-        more = {}
+        more: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = self._prompt
         if self._body.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, of_prompt)
         return {
@@ -91,12 +100,19 @@ class _ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a stream, each as an event."""
         calls: dict[int, ToolCalls] = {}
+        returns_ids = self._body.return_token_ids
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 if delta.index not in calls:
+                    more: dict[str, Any] = {}
+                    if returns_ids and not calls:
+                        more["prompt_token_ids"] = self._prompt
                     calls[delta.index] = ToolCalls()
                     role = {"role": "assistant", "content": "", "refusal": None}
-                    yield self._chunk([_chunk_choice(delta.index, role)])
+                    yield self._chunk([_chunk_choice(delta.index, role)], **more)
+                if returns_ids and delta.token_ids:
+                    ids = _chunk_choice(delta.index, {})
+                    yield self._chunk([{**ids, "token_ids": delta.token_ids}])
                 logprobs = None
                 if self._body.logprobs:
                     logprobs = {"content": self._logprobs(delta), "refusal": None}
@@ -120,7 +136,8 @@ class _ChatAnswer:
         """Those of content, of which OpenAI's field is."""
         if delta.part != "content":
             return []
-        return chat_logprobs(self._tokenizer, delta.logprobs)
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(self._tokenizer, delta.logprobs, as_ids=as_ids)
 
     def _diagnostics(self) -> dict[str, Any]:
         if not self._body.cache_diagnostics:
@@ -145,6 +162,7 @@ class _Choice:
     """Puts one whole choice together."""
 
     def __init__(self, index: int, body: ChatRequest) -> None:
+        self._token_ids: list[int] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls = ToolCalls()
@@ -154,6 +172,7 @@ class _Choice:
         self._end: dict[str, Any] = {"finish_reason": None}
 
     def add(self, delta: CompletionDelta, logprobs: list[dict[str, Any]]) -> None:
+        self._token_ids += delta.token_ids
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
@@ -171,7 +190,8 @@ class _Choice:
         if self._calls:
             message |= {"content": text or None, "tool_calls": self._calls.whole()}
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
-        return {**self._head, "message": message, "logprobs": logprobs, **self._end}
+        more = {"token_ids": self._token_ids} if self._body.return_token_ids else {}
+        return {**self._head, "message": message, "logprobs": logprobs, **self._end, **more}
 
 
 def _finish_reason(reason: FinishReason | None, calls: ToolCalls, body: ChatRequest) -> str | None:

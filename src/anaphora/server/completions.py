@@ -29,11 +29,12 @@ def completions_router(service: Service) -> APIRouter:
         """Continue one or more raw prompts."""
         body = await service.read(request, CompletionRequest)
         service.check_model(body.model)
-        params = body.sampling_params(service.llm.info.vocab_size)
+        params = service.sampling_params(body)
         given = parse_prompts(body.prompt)
-        prompts = await service.encode_prompts(
+        encoded = await service.encode_prompts(
             given, add_special_tokens=body.add_special_tokens is not False
         )
+        prompts = [body.truncate(prompt, service.llm.info.max_model_len) for prompt in encoded]
         generation = service.generation(
             request,
             prompts,
@@ -42,7 +43,8 @@ def completions_router(service: Service) -> APIRouter:
             body.workload,
             "prompt",
         )
-        echoes = _echoes(service, given) if body.echo else [""] * len(given)
+        is_cut = body.truncate_prompt_tokens is not None
+        echoes = _echoes(service, prompts if is_cut else given) if body.echo else [""] * len(given)
         answer = _Completion(
             service,
             body,
@@ -129,7 +131,8 @@ class _Completion:
         self._echo_of_choice = [echo for echo in echoes for _ in range(n)]
         self._prompt_of_choice = [prompt for prompt in prompts for _ in range(n)]
         self._logprobs = [
-            CompletionLogprobs(service.llm.tokenizer) for _ in range(generation.num_choices)
+            CompletionLogprobs(service.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+            for _ in range(generation.num_choices)
         ]
         self._head: dict[str, Any] = {
             "id": f"cmpl-{request_id}",
@@ -145,11 +148,13 @@ class _Completion:
         texts = [[echo] for echo in self._echo_of_choice]
         logprobs: list[dict[str, Any] | None] = [None] * len(texts)
         ends: dict[int, CompletionDelta] = {}
+        token_ids: list[list[int]] = [[] for _ in texts]
         of_prompts: list[tuple[TokenLogprob, ...]] = [()] * len(texts)
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 texts[delta.index].append(delta.text)
                 logprobs[delta.index] = _joined(logprobs[delta.index], self._new_logprobs(delta))
+                token_ids[delta.index] += delta.token_ids
                 of_prompts[delta.index] = of_prompts[delta.index] or delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     ends[delta.index] = delta
@@ -157,6 +162,9 @@ class _Completion:
             self._choice(ends[index], "".join(pieces), logprobs[index])
             for index, pieces in enumerate(texts)
         ]
+        if self._body.return_token_ids:
+            for choice, prompt, ids in zip(choices, self._prompt_of_choice, token_ids, strict=True):
+                choice |= {"prompt_token_ids": prompt, "token_ids": ids}
         if self._body.prompt_logprobs is not None:
             for choice, found in zip(choices, of_prompts, strict=True):
                 choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, found)
@@ -169,11 +177,17 @@ class _Completion:
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 text = delta.text
+                more: dict[str, Any] = {}
+                if self._body.return_token_ids:
+                    more["token_ids"] = delta.token_ids
+                    if delta.index not in started:
+                        more["prompt_token_ids"] = self._prompt_of_choice[delta.index]
                 if delta.index not in started:
                     started.add(delta.index)
                     text = self._echo_of_choice[delta.index] + text
-                if text or delta.logprobs or delta.finish_reason is not None:
-                    yield self._chunk([self._choice(delta, text, self._new_logprobs(delta))])
+                if text or delta.logprobs or more or delta.finish_reason is not None:
+                    choice = self._choice(delta, text, self._new_logprobs(delta))
+                    yield self._chunk([{**choice, **more}])
         if self._body.includes_usage or self._body.cache_diagnostics:
             yield self._chunk([], usage=self._generation.usage(), **self._diagnostics())
 

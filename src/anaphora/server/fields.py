@@ -31,9 +31,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
     "logprob_token_ids": (None, []),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),
     "repetition_detection": (None,),
     "thinking_token_budget": (None,),
@@ -44,8 +41,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "prompt_embeds": (None,),
     "priority": (None, 0),
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
     "kv_transfer_params": (None, {}),
     # llama.cpp's and TGI's names for what OpenAI has no name for, or another one
     "grammar": (None, ""),

@@ -23,21 +23,27 @@ def token_label(data: bytes) -> str:
 
 
 def chat_logprobs(
-    tokenizer: ServedTokenizer, logprobs: Iterable[TokenLogprob]
+    tokenizer: ServedTokenizer, logprobs: Iterable[TokenLogprob], *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """``choices[].logprobs.content``."""
+    """``choices[].logprobs.content``; ``as_ids`` writes tokens as vLLM's ``token_id:5``."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        label = id_label(token_id) if as_ids else token_label(data)
+        return {"token": label, "bytes": list(data), "logprob": max(logprob, _LOWEST)}
+
     return [
         {
-            **_chat_entry(tokenizer, item.token_id, item.logprob),
-            "top_logprobs": [_chat_entry(tokenizer, *alternative) for alternative in item.top],
+            **entry(item.token_id, item.logprob),
+            "top_logprobs": [entry(*alternative) for alternative in item.top],
         }
         for item in logprobs
     ]
 
 
-def _chat_entry(tokenizer: ServedTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token_id)
-    return {"token": token_label(data), "bytes": list(data), "logprob": max(logprob, _LOWEST)}
+def id_label(token_id: int) -> str:
+    """A token by its id, as vLLM's ``return_tokens_as_token_ids`` has it."""
+    return f"token_id:{token_id}"
 
 
 def prompt_logprobs(
@@ -64,7 +70,10 @@ def prompt_logprobs(
 class CompletionLogprobs:
     """Builds ``choices[].logprobs`` of one completion, all at once or chunk by chunk."""
 
-    def __init__(self, tokenizer: ServedTokenizer, *, first_offset: int = 0) -> None:
+    def __init__(
+        self, tokenizer: ServedTokenizer, *, first_offset: int = 0, as_ids: bool = False
+    ) -> None:
+        self._as_ids = as_ids
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = first_offset  # in characters of the choice's text
@@ -93,14 +102,17 @@ class CompletionLogprobs:
         for item in logprobs:
             data = self._tokenizer.token_bytes(item.token_id)
             chosen = max(item.logprob, _LOWEST)
-            top = {
-                token_label(self._tokenizer.token_bytes(token_id)): max(logprob, _LOWEST)
-                for token_id, logprob in item.top
-            }
-            lists["tokens"].append(token_label(data))
+            top = {self._label(token_id): max(logprob, _LOWEST) for token_id, logprob in item.top}
+            label = self._label(item.token_id)
+            lists["tokens"].append(label)
             lists["token_logprobs"].append(chosen)
-            lists["top_logprobs"].append(top | {token_label(data): chosen})
+            lists["top_logprobs"].append(top | {label: chosen})
             lists["text_offset"].append(self._offset)
             is_shown = not is_prompt or self._tokenizer.decode((item.token_id,))
             self._offset += len(self._decoder.decode(data)) if is_shown else 0
         return lists
+
+    def _label(self, token_id: int) -> str:
+        if self._as_ids:
+            return id_label(token_id)
+        return token_label(self._tokenizer.token_bytes(token_id))

@@ -43,6 +43,8 @@ MAX_PARTS = 4096  # of one message
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's bound for /v1/completions
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions, not for chat
 REASONING_EFFORTS = ("low", "medium", "high")
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 _INT32 = 2**31 - 1
 
 Prompt = str | list[int]
@@ -107,6 +109,14 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None = (
+        Field(None, max_length=MAX_BAD_WORDS)
+    )
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_INT32)
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     # Checked by hand: they hold schemas.
     response_format: SkipValidation[Any] = None
@@ -132,6 +142,11 @@ class SamplingBody(Body):
                 )
             if self.stream_options.continuous_usage_stats:
                 raise unsupported("stream_options.continuous_usage_stats", "leave it out")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0; send how many tokens to keep, or -1 for all that fit",
+                param="truncate_prompt_tokens",
+            )
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs come with whole answers only; leave stream out",
@@ -154,6 +169,15 @@ class SamplingBody(Body):
         """The same as OpenAI's answers name it."""
         return "flex" if self.service_tier in BATCH_TIERS else "default"
 
+    def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """Of ``prompt`` the last, or first, ``truncate_prompt_tokens``."""
+        longest = self.truncate_prompt_tokens
+        if longest is None:
+            return prompt
+        if longest == -1:  # what fits beside the answer
+            longest = max(1, max_model_len - max(1, self._max_tokens() or 1))
+        return prompt[:longest] if self.truncation_side == "right" else prompt[-longest:]
+
     def scope(self, tenant: str) -> CacheScope:
         """Who may share this request's cached blocks."""
         return CacheScope(
@@ -165,6 +189,7 @@ class SamplingBody(Body):
     def sampling_params(self, vocab_size: int) -> SamplingParams:
         """The checked parameters. Raises ``InvalidRequest`` that names the field."""
         self._check_token_ids("stop_token_ids", self.stop_token_ids or [], vocab_size)
+        self._check_token_ids("allowed_token_ids", self.allowed_token_ids or [], vocab_size)
         given: dict[str, Any] = {
             "n": self.n,
             "min_tokens": self.min_tokens,
@@ -177,6 +202,7 @@ class SamplingBody(Body):
             "presence_penalty": self.presence_penalty,
             "seed": self.seed,
             "logit_bias": self._logit_bias(vocab_size),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
             "stop": None if self.stop is None else tuple(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "include_stop_str_in_output": self.include_stop_str_in_output,

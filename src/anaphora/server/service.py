@@ -18,6 +18,7 @@ from anaphora.server.schemas import (
     B,
     ChatMessage,
     Prompt,
+    SamplingBody,
     TemplateBody,
     check_token_id,
 )
@@ -127,6 +128,20 @@ class Service:
         self._check_length(num_chars, "messages")
         extras = sum(len(str(value)) for message in plain for value in message.values())
         return await _off_loop(encode, extras + len(str(kwargs)) + len(str(tools)))
+
+    def sampling_params(self, body: SamplingBody) -> SamplingParams:
+        """Those of ``body``, its words as tokens. Raises ``InvalidRequest``."""
+        params = body.sampling_params(self.llm.info.vocab_size)
+        if not body.bad_words:
+            return params
+        # As vLLM: at the beginning of a word and after a space.
+        spellings = [
+            tuple(self.llm.tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for word in body.bad_words
+            for space in ("", " ")
+        ]
+        runs = tuple(dict.fromkeys(run for run in spellings if run))
+        return msgspec.structs.replace(params, bad_token_ids=runs)
 
     def reading(self, body: TemplateBody, params: SamplingParams) -> SamplingParams:
         """``params`` that take the answer to ``body`` apart, and hold it to a call it asks for.
