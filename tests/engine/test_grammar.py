@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -223,7 +224,7 @@ class TestFailures:
         "regex", ["(a|b)*a(a|b){30}", r"(?s:.*)(a.{1,200}b|c.{1,300}d)(?s:.*)", r"(\p{L}|\s)*x"]
     )
     def test_no_mask_takes_long(self, regex) -> None:
-        grammars = Grammars(331, frozenset({EOS}), 1)
+        grammars = Grammars(331, frozenset({EOS}))
         grammars.table = TABLE
         matcher = grammars.compile(Constraint("regex", regex))
         rng = np.random.default_rng(0)
@@ -233,10 +234,27 @@ class TestFailures:
             allowed = np.flatnonzero(grammars.masks([matcher])[0])
             slowest = max(slowest, time.process_time() - start)
             others = allowed[allowed != EOS]
-            if matcher.is_error() or not len(others):
+            if not len(others):
                 break
-            matcher.consume_token(int(rng.choice(others)))
+            try:
+                matcher.advance(int(rng.choice(others)))
+            except NoTokenLeft:
+                break
         assert slowest < 0.2
+
+
+def test_a_choice_whose_masks_take_long_ends(monkeypatch) -> None:
+    grammars = Grammars(331, frozenset({EOS}))
+    grammars.table = TABLE
+    matcher = grammars.compile(Constraint("regex", "a*"))
+    times = itertools.count(0.0, 0.03)
+    monkeypatch.setattr("anaphora.engine.grammar.time.thread_time", lambda: next(times))
+    for _ in range(3):
+        grammars.masks([matcher])
+        matcher.advance(3 + ord("a"))
+    grammars.masks([matcher])
+    with pytest.raises(NoTokenLeft, match="take too long"):
+        matcher.advance(3 + ord("a"))
 
 
 def _owner():
@@ -246,12 +264,13 @@ def _owner():
 
 
 def test_many_masks_at_once_equal_one_at_a_time() -> None:
-    grammars = Grammars(331, frozenset({EOS}), 2)
+    grammars = Grammars(331, frozenset({EOS}))
     grammars.table = TABLE
-    matchers = [grammars.compile(CONSTRAINT) for _ in range(12)]
+    first = grammars.compile(CONSTRAINT)
+    matchers = [first.copy() for _ in range(12)]
     for steps, matcher in enumerate(matchers):
         for char in '{"name": "x'[:steps].encode():
-            assert matcher.consume_token(3 + char)
+            matcher.advance(3 + char)
     together = grammars.masks(matchers)
     for matcher, row in zip(matchers, together, strict=True):
         np.testing.assert_array_equal(grammars.masks([matcher])[0], row)
@@ -306,7 +325,7 @@ def _nested(inner):
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.recursive(_SCALARS, _nested, max_leaves=6), st.integers(0, 2**31))
 def test_random_schemas_give_valid_answers_from_random_logits(schema, entropy) -> None:
-    grammars = Grammars(331, frozenset({EOS}), 1)
+    grammars = Grammars(331, frozenset({EOS}))
     grammars.table = TABLE
     matcher = grammars.compile(json_constraint(schema, "x"))
     seq = Sequence("r", 0, [1], SamplingParams(), b"", max_tokens=9, owner=_owner())
@@ -317,9 +336,9 @@ def test_random_schemas_give_valid_answers_from_random_logits(schema, entropy) -
         token_id = sampler.sample(logits, seq, frozenset({EOS}), grammars.masks([matcher])[0])
         if token_id == EOS:
             break
-        assert matcher.consume_token(token_id)
+        matcher.advance(token_id)
         tokens.append(token_id)
-    assert matcher.is_accepting()
+    assert len(tokens) < 3000
     jsonschema.validate(json.loads(text(tokens)), schema)
 
 
@@ -339,14 +358,18 @@ class TestFrames:
         params = llm.chat_template.reading(params, list(tools), **choice)
         tokenizer = llm.tokenizer
         ends = {tokenizer.eos_token_id, tokenizer.token_id("<|return|>")} - {None}
-        grammars = Grammars(tokenizer.vocab_size, frozenset(ends), 1)
+        grammars = Grammars(tokenizer.vocab_size, frozenset(ends))
         grammars.table = TokenTable(
             [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)],
             sorted(tokenizer.control_tokens.values()),
         )
         matcher = grammars.compile(params.constraint)
-        ids = tokenizer.encode(answer, add_special_tokens=False, parse_special=True)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        end = next(iter(ends))
+        for token_id in tokenizer.encode(answer, add_special_tokens=False, parse_special=True):
+            if not grammars.masks([matcher])[0][token_id]:
+                return False
+            matcher.advance(token_id)
+        return bool(grammars.masks([matcher])[0][end])
 
     def test_harmony_reasons_freely_and_answers_as_asked(self) -> None:
         thought = '<|channel|>analysis<|message|>Hm: {"a": ] \n\n é<|end|><|start|>assistant'

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher
 
 from anaphora.cache.disk import DiskStorage
 from anaphora.cache.disk_key import hash_secret, read_key_file
@@ -26,8 +25,7 @@ from anaphora.config import EngineConfig
 from anaphora.engine import sampler
 from anaphora.engine.adapters import LoadedAdapters
 from anaphora.engine.audit import Auditor
-from anaphora.engine.grammar import Grammars, Mask
-from anaphora.engine.grammar import check as check_grammar
+from anaphora.engine.grammar import Grammars, Mask, Matcher
 from anaphora.engine.memory import create_storages, plan_max_model_len, plan_num_blocks
 from anaphora.engine.runner import ModelRunner
 from anaphora.engine.scheduler import Scheduler
@@ -202,9 +200,9 @@ class Engine:
         self._eos_token_ids = frozenset(model.config.eos_token_ids)
         self._requests: dict[str, list[Sequence]] = {}
         self._hashing = futures.ThreadPoolExecutor(1, "hashing")
-        self.grammars = Grammars(model.config.vocab_size, self._eos_token_ids, threads)
+        self.grammars = Grammars(model.config.vocab_size, self._eos_token_ids)
         self._compiling = futures.ThreadPoolExecutor(1, "grammars")
-        self._compiled: dict[str, futures.Future[LLMatcher]] = {}
+        self._compiled: dict[str, futures.Future[Matcher]] = {}
         # Requests whose long prompt is being hashed, or whose constraint is being compiled.
         self._arriving: dict[str, list[futures.Future[Any]]] = {}
         self._failed: list[SequenceOutput] = []  # on their way; told by the next step
@@ -271,11 +269,11 @@ class Engine:
                 if compiled is None or self._give_matchers(choices, compiled):
                     self._enqueue(choices)
 
-    def _give_matchers(self, choices: list[Sequence], compiled: futures.Future[LLMatcher]) -> bool:
+    def _give_matchers(self, choices: list[Sequence], compiled: futures.Future[Matcher]) -> bool:
         """Each choice gets a matcher of its own; they end if there is none. Whether there is."""
         if (error := compiled.exception()) is None:
             for seq in choices:
-                seq.matcher = compiled.result().deep_copy()
+                seq.matcher = compiled.result().copy()
             return True
         self._failed += [self._fail(seq, error) for seq in choices if not seq.is_finished]
         return False
@@ -357,8 +355,11 @@ class Engine:
             self._finish(seq, "length")
             return msgspec.structs.replace(output, finish_reason="length")
         try:
+            if seq.matcher is not None:
+                seq.matcher.check()  # it says more than an empty mask
             token_id = sampler.sample(logits, seq, self._eos_token_ids, allowed)
-            self._follow(seq, token_id)
+            if seq.matcher is not None and token_id not in self._eos_token_ids:
+                seq.matcher.advance(token_id)
         except Exception as error:
             return self._fail(seq, error)
         num_top = seq.params.logprobs
@@ -374,15 +375,6 @@ class Engine:
         if seq.finish_reason is not None:
             self._finish(seq, seq.finish_reason)
         return output
-
-    def _follow(self, seq: Sequence, token_id: int) -> None:
-        """Moves a constraint on. Raises ``NoTokenLeft`` if that takes too much."""
-        constraint = seq.params.constraint
-        if seq.matcher is None or constraint is None or token_id in self._eos_token_ids:
-            return
-        check_grammar(seq.matcher, constraint.param)
-        seq.matcher.consume_token(token_id)
-        check_grammar(seq.matcher, constraint.param)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(seq, reason)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from anaphora.constraints import LIMITS, Constraint, shorten
 from anaphora.errors import NoTokenLeft
@@ -14,7 +15,9 @@ from anaphora.types import TokenTable
 
 Mask = npt.NDArray[np.bool_]
 
-_MIN_PARALLEL = 8  # masks; fewer take less time than waking threads
+# Of one choice's masks, of this thread's time. Usual ones take 20 to 100 microseconds.
+_SECONDS_AT_FIRST = 0.1
+_SECONDS_PER_TOKEN = 0.002
 
 
 class Vocabulary:
@@ -41,19 +44,54 @@ class Vocabulary:
         return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text.decode())
 
 
+class Matcher:
+    """Where one choice stands in its constraint, and what its masks have cost."""
+
+    def __init__(self, matcher: LLMatcher, param: str) -> None:
+        self._matcher = matcher
+        self._param = param
+        self._seconds_left = _SECONDS_AT_FIRST
+
+    def copy(self) -> Matcher:
+        """Another choice at the same place; what both have learnt of the grammar is shared."""
+        return Matcher(self._matcher.deep_copy(), self._param)
+
+    def fill(self, words: npt.NDArray[np.uint32]) -> None:
+        """Writes which tokens may come next, a bit for each; none if it has failed."""
+        start = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._seconds_left += _SECONDS_PER_TOKEN - (time.thread_time() - start)
+        if self._matcher.is_error():
+            words[:] = 0
+
+    def advance(self, token_id: int) -> None:
+        """Goes on after a token that was allowed. Raises ``NoTokenLeft`` as ``check``."""
+        self.check()
+        self._matcher.consume_token(token_id)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ``NoTokenLeft`` if a limit is reached, of llguidance or of time."""
+        complaint = None
+        if self._matcher.is_error():
+            complaint = shorten(self._matcher.get_error())
+        elif self._seconds_left < 0:
+            complaint = "its masks take too long"
+        if complaint is not None:
+            raise NoTokenLeft(f"{self._param} cannot be followed: {complaint}", param=self._param)
+
+
 class Grammars:
     """Compiles constraints and fills masks."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], threads: int) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._threads = threads
         self._limits = LLParserLimits(**LIMITS)
         self._vocabulary: Vocabulary | None = None
-        self._executor: LLExecutor | None = None
         self.table: TokenTable | None = None  # to be given before the first constraint
 
-    def compile(self, constraint: Constraint) -> LLMatcher:
+    def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at its beginning; copies of it are cheap. Raises ``NoTokenLeft``.
 
         To be called from one thread. Releases the interpreter while it compiles.
@@ -74,43 +112,23 @@ class Grammars:
         )
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one builds most of the automaton
-        check(matcher, constraint.param)
-        return matcher
+        found = Matcher(matcher, constraint.param)
+        found.check()
+        return found
 
     @property
     def needs_table(self) -> bool:
         """Whether nobody has said yet which tokens there are."""
         return self._vocabulary is None and self.table is None
 
-    def masks(self, matchers: list[LLMatcher]) -> Mask:
-        """[len(matchers), vocab]: which tokens may come next. A failed one's row is empty."""
-        num_words = -(-self._vocab_size // 32)
-        words = np.zeros((len(matchers), num_words), np.uint32)
-        if len(matchers) < _MIN_PARALLEL:
-            for row, matcher in zip(words, matchers, strict=True):
-                matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        else:
-            if self._executor is None:
-                self._executor = LLExecutor(self._threads)
-            self._executor.unsafe_compute_mask_ptr(
-                [(matcher, i) for i, matcher in enumerate(matchers)],
-                words.ctypes.data,
-                num_words * 4,
-                len(matchers),
-            )
-        bits = np.unpackbits(
+    def masks(self, matchers: Sequence[Matcher]) -> Mask:
+        """[len(matchers), vocab]: which tokens may come next. A failed one's row is empty.
+
+        One after the other: threads would take longer to wake than most masks take.
+        """
+        words = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.uint32)
+        for row, matcher in zip(words, matchers, strict=True):
+            matcher.fill(row)
+        return np.unpackbits(
             words.view(np.uint8), axis=1, bitorder="little", count=self._vocab_size
-        )
-        mask = bits.view(np.bool_)
-        for row, matcher in zip(mask, matchers, strict=True):
-            if matcher.is_error():
-                row[:] = False
-        return mask
-
-
-def check(matcher: LLMatcher, param: str) -> None:
-    """Raises ``NoTokenLeft`` if ``matcher`` has failed."""
-    if matcher.is_error():
-        raise NoTokenLeft(
-            f"{param} cannot be followed: {shorten(matcher.get_error())}", param=param
-        )
+        ).view(np.bool_)

@@ -85,7 +85,8 @@ def adjust(
     has_penalty = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
     if not (is_too_short or has_penalty or p.logit_bias or allowed is not None):
         return logits
-    logits = logits.copy()
+    if is_too_short or has_penalty or p.logit_bias:
+        logits = logits.copy()
     generated = np.fromiter(seq.token_counts, np.int64, len(seq.token_counts))
     if p.repetition_penalty != 1:
         seen = np.union1d(seq.prompt_vocabulary, generated)
@@ -110,8 +111,7 @@ def adjust(
         without_ends = allowed.copy()
         without_ends[ends] = False
         allowed = without_ends if without_ends.any() else allowed
-    logits[~allowed] = -np.inf
-    return logits
+    return np.where(allowed, logits, np.float32(-np.inf))
 
 
 def candidates(logits: Array, seq: Sequence) -> tuple[npt.NDArray[np.int64], Array]:

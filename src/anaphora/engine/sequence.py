@@ -8,12 +8,12 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
 
 from anaphora.cache.cacheable import Admission
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.shares import Owner
 from anaphora.cache.windows import WindowState
+from anaphora.engine.grammar import Matcher
 from anaphora.ops.lora import Adapter
 from anaphora.types import WORKLOADS, CacheReport, FinishReason, SamplingParams, TokenLogprob
 
@@ -84,7 +84,7 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.token_counts: dict[int, int] = {}  # of generated tokens
         self.prompt_logprobs: list[TokenLogprob] = []  # of its second token and those after it
-        self.matcher: LLMatcher | None = None  # of its constraint, after the generated tokens
+        self.matcher: Matcher | None = None  # of its constraint, after the generated tokens
 
     @property
     def is_scored(self) -> bool:
