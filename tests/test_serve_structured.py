@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any, Literal
 
 import jsonschema
@@ -10,7 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.serving import serving
+from tests.server.running import wait_until
+from tests.serving import TIMEOUT, serving
 
 QUESTION: list[Any] = [{"role": "user", "content": "Invent a person who lives by a river."}]
 TOOLS: list[Any] = [
@@ -48,10 +51,16 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(smollm2_path, tmp_path_factory):
+def server(smollm2_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     arguments = [str(smollm2_path), "--served-model-name", "m", "--kv-cache-memory", "64MiB"]
-    with serving(folder, *arguments) as running, running.openai() as sdk:
+    with serving(folder, *arguments) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.openai() as sdk:
         yield sdk
 
 
@@ -139,3 +148,17 @@ def test_a_bad_constraint_is_a_400(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model="m", messages=QUESTION, extra_body={"guided_regex": "(?=x)"}
         )
+
+
+def test_a_fresh_engine_learns_the_vocabulary_too(server, client: openai.OpenAI) -> None:
+    pid = server.engine_pid
+    os.kill(pid, signal.SIGKILL)
+    with server.http() as http:
+        wait_until(
+            lambda: server.engine_pid not in (None, pid) and http.get("/health").is_success,
+            seconds=TIMEOUT,
+        )
+    answer = client.chat.completions.create(
+        model="m", messages=QUESTION, extra_body={"guided_choice": ["left", "right"]}
+    )
+    assert answer.choices[0].message.content in ("left", "right")

@@ -269,11 +269,11 @@ class AsyncLLM:
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncLLM belongs to the event loop that started it")
+        child = self._live_child()
         if request.params.constraint is not None:
             await constraint_check.check(request.params.constraint)
-            await self._send_tokens()
+            child = await self._child_with_tokens()
         self._names.check_loaded(request.scope)  # it may have been unloaded since
-        child = self._live_child()
         queue: asyncio.Queue[SequenceOutput | EngineError] = asyncio.Queue()
         outputs = RequestOutputs(self._text.tokenizer, request.params)
         self._queues[request.request_id] = queue
@@ -294,14 +294,16 @@ class AsyncLLM:
             if not outputs.is_finished:
                 await asyncio.shield(self._abort(child, request.request_id))
 
-    async def _send_tokens(self) -> None:
-        """Tells an engine, before its first constraint, what its tokens stand for."""
-        if not self._live_child().has_tokens:
+    async def _child_with_tokens(self) -> _Child:
+        """The engine, which knows by now what its tokens stand for, as constraints need it."""
+        child = self._live_child()
+        if not child.has_tokens:
             table = await asyncio.to_thread(self._text.token_table)
             child = self._live_child()  # perhaps a fresh one
             if not child.has_tokens:
                 child.has_tokens = True
                 await child.send(table)
+        return child
 
     async def _abort(self, child: _Child, request_id: str, index: int | None = None) -> None:
         if child is self._child:
