@@ -92,7 +92,6 @@ def test_auto_keeps_kv_beside_the_weights():
     [
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import anaphora
-from anaphora import LLM, AsyncLLM, CacheScope, EngineConfig, SamplingParams
+from anaphora import LLM, AsyncLLM, CacheScope, Constraint, EngineConfig, SamplingParams
 from anaphora.errors import ConfigError, InvalidRequest, RequestError
 from anaphora.fake import byte_tokenizer
 from anaphora.llm import Completion, RequestOutputs, ToolCall
@@ -118,11 +120,26 @@ def test_sampling_of_a_wrong_type_is_named(options, param):
     assert error.value.param == param
 
 
-def test_tools_are_refused_where_calls_are_not_understood(llm):
-    tool = {"type": "function", "function": {"name": "f"}}
-    with pytest.raises(InvalidRequest, match="leave them out") as error:
-        llm.chat([{"role": "user", "content": "Hi"}], GREEDY, tools=[tool])
-    assert error.value.param == "tools"
+def test_a_forced_call(llm):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    messages = [{"role": "user", "content": "Hello"}]
+    params = SamplingParams(max_tokens=60, temperature=0)
+    answer = llm.chat(messages, params, tools=tools, must_call=True)
+    [call] = answer.tool_calls
+    assert (call.name, answer.text) == ("f", "")
+    assert json.loads(call.arguments)["a"] in (1, 2)
+    with pytest.raises(InvalidRequest, match="there are no tools"):
+        llm.chat(messages, must_call=True)
+
+
+def test_a_constraint(llm):
+    params = SamplingParams(n=3, seed=1, constraint=Constraint("regex", r"[a-z]{3}-\d{2}"))
+    answers = llm.generate("A code: ", params)
+    assert all(re.fullmatch(r"[a-z]{3}-\d{2}", answer.text) for answer in answers)
+    with pytest.raises(InvalidRequest, match="look-around"):
+        llm.generate("A", SamplingParams(constraint=Constraint("regex", "(?=a)")))
 
 
 def test_what_the_engine_gives_is_taken_apart():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anaphora.async_llm import AsyncLLM
     from anaphora.config import EngineConfig
+    from anaphora.constraints import Constraint
     from anaphora.errors import AnaphoraError
     from anaphora.fake import FakeLLM
     from anaphora.llm import LLM, Completion
@@ -22,6 +23,7 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "CacheScope": "types",
     "Completion": "llm",
+    "Constraint": "constraints",
     "EngineConfig": "config",
     "FakeLLM": "fake",
     "LLM": "llm",
@@ -34,6 +36,7 @@ __all__ = [
     "AsyncLLM",
     "CacheScope",
     "Completion",
+    "Constraint",
     "EngineConfig",
     "FakeLLM",
     "SamplingParams",

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from anaphora import errors
+from anaphora import constraint_check, errors
 from anaphora.adapter_names import AdapterNames
 from anaphora.config import DEFAULT_MODEL, EngineConfig
 from anaphora.engine.process import (
@@ -75,6 +75,7 @@ class _Child:
     process: asyncio.subprocess.Process
     socket: zmq.asyncio.Socket
     folder: Path
+    has_tokens: bool = False  # what constraints need to know of them
 
     async def send(self, message: Down) -> None:
         """Sends without ever waiting; ``EngineUnavailable`` if nobody is there."""
@@ -197,8 +198,8 @@ class AsyncLLM:
         """Streams the output of all ``params.n`` choices, interleaved.
 
         ``adapter`` names a loaded one; its digest in ``scope`` does the same. Checks at once:
-        ``RequestError``, ``EngineUnavailable``. Work begins with the first step of the generator;
-        closing it aborts the request. ``EngineDied`` comes on the way.
+        ``RequestError``, ``EngineUnavailable``. Work begins with the first step of the generator,
+        a constraint's check too; closing it aborts the request. ``EngineDied`` comes on the way.
         """
         request = EngineRequest(
             request_id=f"{request_id or 'request'}-{uuid.uuid4().hex}",
@@ -272,8 +273,11 @@ class AsyncLLM:
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncLLM belongs to the event loop that started it")
-        self._names.check_loaded(request.scope)  # it may have been unloaded since
         child = self._live_child()
+        if request.params.constraint is not None:
+            await constraint_check.check(request.params.constraint)
+            child = await self._child_with_tokens()
+        self._names.check_loaded(request.scope)  # it may have been unloaded since
         queue: asyncio.Queue[SequenceOutput | EngineError] = asyncio.Queue()
         outputs = RequestOutputs(self._text.tokenizer, request.params)
         self._queues[request.request_id] = queue
@@ -293,6 +297,17 @@ class AsyncLLM:
             del self._queues[request.request_id]
             if not outputs.is_finished:
                 await asyncio.shield(self._abort(child, request.request_id))
+
+    async def _child_with_tokens(self) -> _Child:
+        """The engine, which knows by now what its tokens stand for, as constraints need it."""
+        child = self._live_child()
+        if not child.has_tokens:
+            table = await asyncio.to_thread(self._text.token_table)
+            child = self._live_child()  # perhaps a fresh one
+            if not child.has_tokens:
+                child.has_tokens = True
+                await child.send(table)
+        return child
 
     async def _abort(self, child: _Child, request_id: str, index: int | None = None) -> None:
         if child is self._child:

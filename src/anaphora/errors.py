@@ -24,6 +24,7 @@ AnaphoraError
 │   ├── EngineDied         500, a running request was lost with its engine process
 │   ├── EngineUnavailable  503, a fresh engine is starting, or the server is ending
 │   └── StoreUnavailable   503, the database cannot be read or written
+├── NoTokenLeft            nothing that the request allows can come next    → its choice ends
 ├── DamagedBlock           a block on disk is not what was written         → a miss
 └── MeasurementError       a measured server failed or answered wrongly     → exit status 1
 
@@ -192,6 +193,17 @@ class StoreUnavailable(EngineError):
     status = 503
     kind = "service_unavailable_error"
     code = "database_unavailable"
+
+
+class NoTokenLeft(AnaphoraError):
+    """Nothing that the request's constraints allow can come next; ``param`` names the field.
+
+    Never leaves the engine: it ends one choice, and the request gets ``InvalidRequest``.
+    """
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class DamagedBlock(AnaphoraError):

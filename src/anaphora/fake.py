@@ -1,7 +1,8 @@
 """A model that is not one: ``FakeLLM`` answers from a script, so tests need no weights.
 
 It keeps ``AsyncLLM``'s contract, from call-time checks to aborts, cached-token counts, purges and
-pins. A token is a byte; the ids above are control tokens. Nothing here is random.
+pins. Constraints are checked as there, but answers are taken as they are scripted. A token is a
+byte; the ids above are control tokens. Nothing here is random.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from anaphora import constraint_check
 from anaphora.adapter_names import AdapterNames
 from anaphora.errors import EngineDied, EngineUnavailable, RequestError
 from anaphora.fake_cache import TIER, FakeCache
@@ -250,9 +252,15 @@ class FakeLLM:
     async def _run(
         self, request: EngineRequest, script: _Script
     ) -> AsyncGenerator[CompletionDelta, None]:
+        if request.params.constraint is not None:
+            await constraint_check.check(request.params.constraint)
         num_deaths = self._num_deaths
         self._stats.num_running += 1
-        report = self._cache.look_up(request.scope, request.prompt_token_ids)
+        report = self._cache.look_up(
+            request.scope,
+            request.prompt_token_ids,
+            is_scored=request.params.prompt_logprobs is not None,
+        )
         self._count(request, report)
         self._cache.remember(request.scope, request.prompt_token_ids)
         choices = [self._choice(i, request, script, report) for i in range(request.params.n)]
@@ -287,10 +295,13 @@ class FakeLLM:
             tokenizer=self.tokenizer,
             params=request.params,
             max_tokens=min(
-                request.params.max_tokens or self.info.max_model_len,
+                self.info.max_model_len
+                if request.params.max_tokens is None
+                else request.params.max_tokens,
                 self.info.max_model_len - len(request.prompt_token_ids),
             ),
             cache_report=report,
+            prompt=request.prompt_token_ids,
         )
 
     def _echo(self, prompt: Sequence[int]) -> str:
@@ -359,8 +370,10 @@ class _Choice:
         params: SamplingParams,
         max_tokens: int,
         cache_report: CacheReport,
+        prompt: Sequence[int],
     ) -> None:
         self.index = index
+        self._prompt = prompt
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
@@ -381,8 +394,20 @@ class _Choice:
 
     def step(self) -> CompletionDelta:
         """Produce the next token and what it adds to the text."""
+        if self._max_tokens == 0:
+            self.finish_reason = "length"
+            return CompletionDelta(
+                index=self.index,
+                text="",
+                token_ids=(),
+                num_cached_tokens=self._cache_report.hits[TIER],
+                cache_report=self._cache_report if self.index == 0 else None,
+                prompt_logprobs=self._score_prompt(),
+                finish_reason=self.finish_reason,
+            )
         token_id = self._next_token()
         is_first = self.index == 0 and not self.token_ids
+        prompt_logprobs = () if self.token_ids else self._score_prompt()
         self.token_ids.append(token_id)
         read = self._reader.add(token_id)
         self._check_finish(token_id)
@@ -396,7 +421,8 @@ class _Choice:
             token_ids=(token_id,),
             num_cached_tokens=self._cache_report.hits[TIER],
             cache_report=self._cache_report if is_first else None,
-            logprobs=self._logprobs(token_id),
+            prompt_logprobs=prompt_logprobs,
+            logprobs=self._logprobs(token_id, self._params.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )
@@ -418,13 +444,16 @@ class _Choice:
         elif len(self.token_ids) >= self._max_tokens:
             self.finish_reason = "length"
 
-    def _logprobs(self, token_id: int) -> tuple[TokenLogprob, ...]:
-        if self._params.logprobs is None:
+    def _score_prompt(self) -> tuple[TokenLogprob, ...]:
+        num_top = self._params.prompt_logprobs
+        return tuple(one for i in self._prompt[1:] for one in self._logprobs(i, num_top))
+
+    def _logprobs(self, token_id: int, num_top: int | None) -> tuple[TokenLogprob, ...]:
+        if num_top is None:
             return ()
         best = -1 / (3 + token_id % 7)  # not a short decimal, so that rounding would show
         top = tuple(
-            ((token_id + k) % self._vocab_size, best - math.log1p(k))
-            for k in range(self._params.logprobs)
+            ((token_id + k) % self._vocab_size, best - math.log1p(k)) for k in range(num_top)
         )
         return (TokenLogprob(token_id=token_id, logprob=best, top=top),)
 

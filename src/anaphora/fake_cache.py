@@ -63,8 +63,17 @@ class FakeCache:
         self._known.clear()
         self._pins.clear()
 
-    def look_up(self, scope: CacheScope, prompt: Sequence[int]) -> CacheReport:
-        """What is known of the prompt's beginning, in whole blocks and never all of it."""
+    def look_up(
+        self, scope: CacheScope, prompt: Sequence[int], *, is_scored: bool = False
+    ) -> CacheReport:
+        """What is known of the prompt's beginning, in whole blocks and never all of it.
+
+        Of one that ``is_scored``, all is computed.
+        """
+        if is_scored and self.is_enabled:
+            return CacheReport(
+                hits={TIER: 0}, num_missed_tokens=len(prompt), miss_reason="prompt_logprobs"
+            )
         known = self._known.get(scope, {})
         chain = self._chain(prompt[:-1])
         num_found = next((i for i, b in enumerate(chain) if b.block_id not in known), len(chain))

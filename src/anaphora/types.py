@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
+from anaphora.constraints import Constraint
 from anaphora.errors import ContextTooLong, InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -36,6 +37,7 @@ MissReason = Literal[
     "recompute_cheaper",  # than fetching it from a lower tier
     "other_adapter",  # same tokens, computed with another adapter
     "other_scope",  # same tokens, under another cache_salt or prompt_cache_key of this tenant
+    "prompt_logprobs",  # asked for: all of the prompt is computed
     "disabled",
 ]
 MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
@@ -46,6 +48,7 @@ MAX_LOGPROBS = 20  # as OpenAI's top_logprobs
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_RUNS = 256
 MAX_SEED = 2**64 - 1
 
 
@@ -54,8 +57,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``max_tokens`` None means up to the context's end. ``logprobs`` is
     the number of alternatives to report beside the chosen token, None for no logprobs at all.
-    ``output_format`` says how to take the answer apart (``ChatTemplate.output_format``), and
-    ``tool_names`` which functions it may call where only the name tells a call from text.
+    ``max_tokens`` 0 computes the prompt and generates nothing.
+    ``constraint`` is what an answer has to match. ``output_format`` says how to take the answer
+    apart (``ChatTemplate.output_format``), and ``tool_names`` which functions it may call where
+    only the name tells a call from text.
     """
 
     n: int = 1
@@ -70,12 +75,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}  # msgspec copies it for each instance
+    allowed_token_ids: tuple[int, ...] = ()  # the only ones; empty: all
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # runs of tokens that no output may hold
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, which finds no hits
+    constraint: Constraint | None = None
     output_format: OutputFormat = "text"
     tool_names: tuple[str, ...] = ()
 
@@ -83,7 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_types(self)
         _check_range("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+            _check_range("max_tokens", self.max_tokens, 0, MAX_TOKENS)
         _check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -108,6 +117,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100, 100)
+        if len(self.bad_token_ids) > MAX_BAD_RUNS or not all(self.bad_token_ids):
+            raise InvalidRequest(
+                f"bad_token_ids has {len(self.bad_token_ids)} runs of tokens; at most "
+                f"{MAX_BAD_RUNS} are allowed, none of them empty",
+                param="bad_token_ids",
+            )
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(
                 f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
@@ -117,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range("stop string's length", len(stop), 1, MAX_STOP_STRING_CHARS, param="stop")
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 @functools.cache
@@ -201,6 +218,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             ("prompt", self.prompt_token_ids),
             ("stop_token_ids", self.params.stop_token_ids),
             ("logit_bias", self.params.logit_bias),
+            ("allowed_token_ids", self.params.allowed_token_ids),
+            *(("bad_token_ids", run) for run in self.params.bad_token_ids),
         ):
             if not are_token_ids(token_ids, vocab_size):
                 wrong = next(i for i in token_ids if not are_token_ids((i,), vocab_size))
@@ -217,6 +236,13 @@ def are_token_ids(values: Collection[object], vocab_size: int) -> bool:
         return False
     ids = cast("Collection[int]", values)
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+
+
+class TokenTable(msgspec.Struct, frozen=True, tag=True):
+    """What constraints need to know of a vocabulary: the engine sees no other text."""
+
+    token_bytes: list[bytes]  # by token id
+    control_ids: list[int]  # tokens that stand for no text
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,11 +271,13 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     num_cached_tokens: int
     cache_report: CacheReport | None = None  # with the first output of a request
+    prompt_logprobs: list[TokenLogprob] = []  # with a choice's first output: of all but one token
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_param: str | None = None  # the request's field, where its value is the reason
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,6 +304,8 @@ class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCallDelta, ...] = ()
     part: OutputPart = "content"  # what ``token_ids`` are part of
     cache_report: CacheReport | None = None  # in the first delta of a request
+    # In a choice's first delta, if asked for: of the prompt's tokens from the second one on.
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

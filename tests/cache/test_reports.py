@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from anaphora.cache.cacheable import Match
 from anaphora.cache.eviction import LRU
 from anaphora.cache.hashing import BlockHasher
 from anaphora.cache.hierarchy import Hierarchy
@@ -67,6 +68,11 @@ def test_each_reason_is_told():
         pass
     tell(cache.run(PROMPT), "window_lost", hits={"device": 0})
     tell(cache.run(PROMPT), "no_full_block", hits={"device": 8})
+
+    seq = Seq(cache.manager, PROMPT, CacheScope("alice"))
+    cache.manager.start(seq, Match([], [], [], is_unwanted=True))
+    tell(cache.manager.report(seq), "prompt_logprobs", hits={"device": 0})
+    cache.manager.free(seq)
 
     off = CacheManager(Hierarchy(12), 2, BlockHasher(bytes(32), {}), enable_caching=False)
     seq = Seq(off, PROMPT, CacheScope())

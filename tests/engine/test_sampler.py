@@ -12,6 +12,7 @@ from anaphora.cache.pool import NOBODY
 from anaphora.engine.accounts import Account
 from anaphora.engine.sampler import adjust, candidates, logprob, sample
 from anaphora.engine.sequence import Sequence
+from anaphora.errors import NoTokenLeft
 from anaphora.types import SamplingParams
 from tests.engine.driving import make_driver, prompt
 
@@ -190,3 +191,24 @@ def test_end_of_sequence_and_ignoring_it(tiny_path):
     assert len(tokens) == 5
     assert 2 not in tokens[:4]
     assert tokens[4] == 2
+
+
+def test_allowed_tokens_are_the_only_ones():
+    assert set(draws(allowed_token_ids=(3, 4))) == {3, 4}
+    assert set(draws(allowed_token_ids=(3, 4), logit_bias={1: 100.0})) == {3, 4}
+    mask = np.array([True, False, False, False, True, False])
+    seq = make_sequence(allowed_token_ids=(3, 4))
+    assert sample(LOGITS, seq, EOS, mask) == 4
+    with pytest.raises(NoTokenLeft, match="allowed_token_ids leaves no token"):
+        sample(LOGITS, make_sequence(allowed_token_ids=(3,)), EOS, mask)
+
+
+def test_runs_of_bad_tokens_are_not_completed():
+    params = {"temperature": 0, "bad_token_ids": ((1, 5), (5, 1), (0, 1))}
+    assert sample(LOGITS, make_sequence(**params), EOS) == 1  # (0, 1) would begin in the prompt
+    assert sample(LOGITS, make_sequence([1], **params), EOS) == 1
+    assert sample(LOGITS, make_sequence([5], **params), EOS) == 5
+    assert sample(LOGITS, make_sequence([4, 0], **params), EOS) == 5
+    seq = make_sequence(bad_token_ids=tuple((i,) for i in range(6)))
+    with pytest.raises(NoTokenLeft, match="bad_words"):
+        sample(LOGITS, seq, EOS)

@@ -249,10 +249,10 @@ def test_an_unexpected_error_ends_one_request_and_no_other(driver, monkeypatch):
     good, bad = driver.add(prompt(0, 20)), driver.add(prompt(1, 20))
     sample = sampler.sample
 
-    def fail_for_one(logits, seq, eos_token_ids):
+    def fail_for_one(logits, seq, *rest):
         if seq.request_id == bad:
             raise IndexError("a bug")
-        return sample(logits, seq, eos_token_ids)
+        return sample(logits, seq, *rest)
 
     monkeypatch.setattr(sampler, "sample", fail_for_one)
     driver.finish()

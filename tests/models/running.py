@@ -38,7 +38,7 @@ def all_logits(model, token_ids, kv_dtype="float32", adapters=None, every=1):
         logit_rows=span[::every].astype(np.int32),
         adapters=adapters,
     )
-    return model.forward(batch, store)
+    return model.logits(model.forward(batch, store)[batch.logit_rows])
 
 
 def log_softmax(logits):

@@ -81,6 +81,15 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": 2}, "logprobs"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [999]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"bad_words": [5]}, "bad_words[0]"),
+    ({"bad_words": ["x"] * 65}, "bad_words"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"return_token_ids": 1}, "return_token_ids"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "x" * 129}, "cache_salt"),
     ({"cache_salt": 5}, "cache_salt"),
@@ -98,10 +107,10 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**HELLO[0], "extra": json.loads("[" * 100 + "]" * 100)}]}, "messages"),
 ]
 UNSUPPORTED_CHATS: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function", "function": {"name": CANARY}}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": CANARY}]}, "tools[0].type"),
+    ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    ({"structured_outputs": {"structural_tag": CANARY}}, "structured_outputs.structural_tag"),
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"prediction": {"type": "content", "content": CANARY}}, "prediction"),
@@ -116,11 +125,7 @@ UNSUPPORTED_CHATS: list[tuple[dict[str, Any], str]] = [
         {"messages": user([{"type": "image_url", "image_url": {"url": CANARY}}])},
         "messages[0].content[0].type",
     ),
-    ({"messages": [{"role": "tool", "content": CANARY}]}, "messages[0].role"),
-    (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
-    ),
+    ({"messages": [{"role": "function", "content": CANARY}]}, "messages[0].role"),
     (
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         "stream_options.continuous_usage_stats",
@@ -146,12 +151,14 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 2049}, "prompt"),
     ({"prompt": ["a"] * 65, "n": 32}, "prompt"),
     ({"logprobs": 6}, "logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"logprobs": True}, "logprobs"),
 ]
 UNSUPPORTED_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"suffix": CANARY}, "suffix"),
     ({"best_of": 3}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "logprobs"),
     ({"prompt_embeds": CANARY}, "prompt_embeds"),
 ]
 
@@ -275,7 +282,8 @@ def test_tokenize_and_detokenize_check_their_bodies(http: httpx.Client) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools[0].type"),
+        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
         ("/detokenize", {"tokens": [260]}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),

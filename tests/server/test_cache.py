@@ -213,7 +213,7 @@ WRONG_PREFIXES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": LONG, "prompt_cache_key": 5}, "prompt_cache_key"),
     ({"prompt": LONG, "model": 5}, "model"),
     ({"prompt": LONG, "max_tokens": 5}, "max_tokens"),
-    ({"messages": MESSAGES, "tools": [{"type": CANARY}]}, "tools"),
+    ({"messages": MESSAGES, "tools": [{"type": CANARY}]}, "tools[0].type"),
 ]
 WRONG_PINS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": LONG, "model": None}, "model"),

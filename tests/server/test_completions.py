@@ -137,3 +137,59 @@ def test_one_lost_prompt_ends_the_request_and_aborts_the_others(serve: Serve) ->
         assert http.post(PATH, json=body).status_code == 500
     assert server.llm.stats().num_running == 0
     assert len(server.llm.aborted) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_with_logprobs_scores_the_prompt(
+    serve: Serve, is_stream: bool, max_tokens: int
+) -> None:
+    server = serve()
+    fields = {"prompt": "aé", "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    with server.http() as http:
+        if is_stream:
+            chunks = [c["choices"][0] for c in stream(http, PATH, **fields) if c["choices"]]
+            text = "".join(chunk["text"] for chunk in chunks)
+            logprobs: dict[str, Any] = {}
+            for chunk in chunks:
+                for name, values in chunk["logprobs"].items():
+                    logprobs.setdefault(name, []).extend(values)
+        else:
+            body = complete(http, **fields)
+            text, logprobs = body["choices"][0]["text"], body["choices"][0]["logprobs"]
+            assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert body["usage"]["completion_tokens"] == max_tokens
+    answer = "Y" * max_tokens
+    assert text == f"aé{answer}"
+    prompt = ["<|begin_of_text|>", "a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["tokens"] == [*prompt, *answer]
+    assert logprobs["text_offset"] == [0, 0, 1, 1, 2][: 4 + max_tokens]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1] == -1 / 9
+    assert logprobs["top_logprobs"][1] == {"a": -1 / 9}
+    assert all(len(values) == 4 + max_tokens for values in logprobs.values())
+
+
+def test_what_an_evaluation_harness_sends(serve: Serve) -> None:
+    server = serve()
+    prompts = [[256, 97, 98, 99], [256, 97, 100]]
+    with server.http() as http:
+        body = complete(http, prompt=prompts, echo=True, logprobs=1, max_tokens=1, temperature=0)
+    for prompt, choice in zip(prompts, body["choices"], strict=True):
+        scores = choice["logprobs"]["token_logprobs"][1:-1]
+        assert len(scores) == len(prompt) - 1
+        assert all(score <= 0 for score in scores)
+
+
+def test_prompt_logprobs_as_vllm_writes_them(http: httpx.Client) -> None:
+    [choice] = complete(http, prompt="ab", prompt_logprobs=2, max_tokens=1)["choices"]
+    assert choice["prompt_logprobs"][0] is None
+    assert choice["prompt_logprobs"][1]["97"] == {
+        "logprob": -1 / 9,
+        "rank": 1,
+        "decoded_token": "a",
+    }
+    assert len(choice["prompt_logprobs"]) == 3
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}
+    body = http.post("/v1/chat/completions", json=chat).json()
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]

@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from anaphora.fake import FakeLLM
 from anaphora.types import OutputFormat
-from tests.server.running import HELLO, Running, Serve, check_error, serving
+from tests.server.running import HELLO, Running, check_error, serving
 from tests.server.test_chat import chat, stream
 
 PATH = "/v1/chat/completions"
@@ -34,12 +33,17 @@ HARMONY_CALL = (
 )
 HARMONY_ANSWER = ANALYSIS + "<|channel|>final<|message|>It is sunny ☀.<|return|>"
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Zürich"}}<|eot_id|>'
-CALLS: dict[OutputFormat, str] = {"harmony": HARMONY_CALL, "llama3": LLAMA_CALL}
+TEXT_CALL = LLAMA_CALL.removesuffix("<|eot_id|>")
+CALLS: dict[OutputFormat, str] = {
+    "harmony": HARMONY_CALL,
+    "llama3": LLAMA_CALL,
+    "text": TEXT_CALL,
+}
 
 
 @pytest.fixture(scope="module", params=CALLS)
 def server(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """A model of each format that has calls."""
+    """A model of each format."""
     with serving() as serve:
         yield serve(llm=FakeLLM(output_format=request.param))
 
@@ -185,13 +189,44 @@ class TestCalls:
     @pytest.mark.parametrize(
         ("fields", "param", "code"),
         [
-            ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+            ({"tool_choice": "required"}, "tool_choice", None),
             (
                 {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
                 "tool_choice",
-                "unsupported_parameter",
+                None,
             ),
-            ({"tool_choice": ["auto"]}, "tool_choice", "unsupported_parameter"),
+            ({"tool_choice": ["auto"]}, "tool_choice", None),
+            ({"tool_choice": "any"}, "tool_choice", None),
+            ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "unsupported_parameter"),
+            (
+                {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+                "tool_choice",
+                None,
+            ),
+            ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", None),
+            (
+                {
+                    "tools": [TOOL],
+                    "tool_choice": "required",
+                    "messages": [*HELLO, {"role": "assistant", "content": "It is"}],
+                    "continue_final_message": True,
+                },
+                "tool_choice",
+                None,
+            ),
+            (
+                {
+                    "tools": [
+                        {
+                            "type": "function",
+                            "function": {"name": "a", "parameters": {"type": "array"}},
+                        }
+                    ],
+                    "tool_choice": "required",
+                },
+                "tools[0].function.parameters",
+                None,
+            ),
             ({"tools": {}}, "tools", None),
             ({"tools": [TOOL] * 129}, "tools", None),
             ({"tools": [TOOL, TOOL]}, "tools", None),
@@ -374,16 +409,6 @@ class TestLlama:
             [choice] = chat(http)["choices"]
         assert json.loads(choice["message"]["content"])["name"] == "weather"
         assert choice["finish_reason"] == "stop"
-
-
-def test_a_model_without_a_format_refuses_tools_by_name(serve: Serve) -> None:
-    with serve().openai() as client, pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(
-            model="fake",
-            messages=HELLO,  # type: ignore[arg-type]
-            tools=[TOOL],  # type: ignore[list-item]
-        )
-    assert (error.value.param, error.value.code) == ("tools", "unsupported_parameter")
 
 
 def test_pins_render_tools(harmony: Running) -> None:

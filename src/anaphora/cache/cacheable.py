@@ -23,6 +23,7 @@ class Admission:
     num_declined: int  # blocks that a lower tier had, but computing was cheaper
     to_load: collections.deque[tuple[LowerTier, Block, BlockRecord]]  # held; the next ones
     first_seen: int  # block from which on windowed layers see something
+    is_unwanted: bool = False  # what the tiers have was not looked for
     num_loading: int = 0  # blocks on their way from lower tiers
     num_loaded: Counter[str] = dataclasses.field(default_factory=Counter)  # by tier
 
@@ -65,4 +66,5 @@ class Match:
     below: list[tuple[LowerTier, Block]]  # right after them, worth fetching
     declined: list[tuple[LowerTier, Block]]  # right after these, but computing is cheaper
     first_seen: int = 0  # block from which on windowed layers see something
+    is_unwanted: bool = False  # nothing was looked for: all has to be computed
     num_wanted: int = 0  # blocks that are there, if some could not be used for want of window parts

@@ -193,7 +193,9 @@ class CacheManager:
         """
         assert not seq.block_table
         to_load = collections.deque((tier, slot, slot.record) for tier, slot in match.below)
-        seq.admission = Admission(len(match.found), len(match.declined), to_load, match.first_seen)
+        seq.admission = Admission(
+            len(match.found), len(match.declined), to_load, match.first_seen, match.is_unwanted
+        )
         for tier, slot in match.below:  # before anything is taken, which may push others out
             tier.pool.hold(slot)
         for block in match.found:
@@ -358,6 +360,8 @@ class CacheManager:
         explain = functools.partial(CacheReport, hits=hits, num_missed_tokens=num_missed)
         if not self.enable_caching:
             return explain(miss_reason="disabled")
+        if seq.admission.is_unwanted:
+            return explain(miss_reason="prompt_logprobs")
         if index == self._num_matchable(seq):
             return explain(miss_reason="no_full_block")
         key = self._key(seq, index)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,11 +26,12 @@ from anaphora.engine import sampler
 from anaphora.engine.accounts import Accounts
 from anaphora.engine.adapters import LoadedAdapters
 from anaphora.engine.audit import Auditor
+from anaphora.engine.grammar import Grammars, Mask, Matcher
 from anaphora.engine.memory import create_storages, plan_max_model_len, plan_num_blocks
 from anaphora.engine.runner import ModelRunner
 from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.sequence import Sequence
-from anaphora.errors import UnknownPin
+from anaphora.errors import NoTokenLeft, RequestError, UnknownPin
 from anaphora.loaders.checkpoint import open_checkpoint
 from anaphora.loaders.sources import packed_dir
 from anaphora.machine import usable_cores
@@ -200,7 +202,12 @@ class Engine:
         self._eos_token_ids = frozenset(model.config.eos_token_ids)
         self._requests: dict[str, list[Sequence]] = {}
         self._hashing = futures.ThreadPoolExecutor(1, "hashing")
-        self._arriving: dict[str, futures.Future[None]] = {}  # long prompts being hashed
+        self.grammars = Grammars(model.config.vocab_size, self._eos_token_ids)
+        self._compiling = futures.ThreadPoolExecutor(1, "grammars")
+        self._compiled: dict[str, futures.Future[Matcher]] = {}
+        # Requests whose long prompt is being hashed, or whose constraint is being compiled.
+        self._arriving: dict[str, list[futures.Future[Any]]] = {}
+        self._failed: list[SequenceOutput] = []  # on their way; told by the next step
         self._is_persistent = config.disk_cache_persist
         self._num_steps = 0
         self._num_computed_tokens = 0
@@ -209,7 +216,7 @@ class Engine:
         """Queues a request's choices. Raises ``RequestError`` and then has changed nothing."""
         request.check(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         longest = self.info.max_model_len - len(request.prompt_token_ids)
-        scope = request.scope
+        scope, max_tokens = request.scope, request.params.max_tokens
         owner = Owner(scope.tenant, request.workload, scope.adapter)
         account = self.scheduler.accounts.of(owner, request.endpoint)
         urgent_at = None
@@ -222,7 +229,7 @@ class Engine:
                 request.prompt_token_ids,
                 request.params,
                 self.cache.root(scope),
-                max_tokens=min(request.params.max_tokens or longest, longest),
+                max_tokens=longest if max_tokens is None else min(max_tokens, longest),
                 owner=owner,
                 account=account,
                 endpoint=request.endpoint,
@@ -233,11 +240,17 @@ class Engine:
             for index in range(request.params.n)
         ]
         self._requests[request.request_id] = choices
-        if len(request.prompt_token_ids) < _LONG_PROMPT:
-            self._enqueue(choices)
-        else:
-            work = self._hashing.submit(self.cache.compute_keys, choices[0], _let_others_run)
+        work: list[futures.Future[Any]] = []
+        if len(request.prompt_token_ids) >= _LONG_PROMPT:
+            work.append(self._hashing.submit(self.cache.compute_keys, choices[0], _let_others_run))
+        if (constraint := request.params.constraint) is not None:
+            compiled = self._compiling.submit(self.grammars.compile, constraint)
+            self._compiled[request.request_id] = compiled
+            work.append(compiled)
+        if work:
             self._arriving[request.request_id] = work
+        else:
+            self._enqueue(choices)
 
     def _enqueue(self, choices: list[Sequence]) -> None:
         if len(choices) > 1:
@@ -248,14 +261,31 @@ class Engine:
             if not seq.is_finished:  # aborted on its way
                 self.scheduler.add(seq)
 
-    def _enqueue_hashed(self) -> None:
-        """Queues the long prompts whose keys are known by now; waits if nothing else is to do."""
+    def _enqueue_arrived(self) -> None:
+        """Queues the requests that are ready by now; waits a little if nothing else is to do."""
         if not self.scheduler.has_work:
-            futures.wait(self._arriving.values(), return_when=futures.FIRST_COMPLETED)
+            work = [one for request in self._arriving.values() for one in request]
+            futures.wait(
+                [one for one in work if not one.done()],
+                timeout=_LOAD_WAIT_SECONDS,
+                return_when=futures.FIRST_COMPLETED,
+            )
         for request_id, work in list(self._arriving.items()):
-            if work.done():
+            if all(one.done() for one in work):
                 del self._arriving[request_id]
-                self._enqueue(self._requests.get(request_id, []))
+                choices = self._requests.get(request_id, [])
+                compiled = self._compiled.pop(request_id, None)
+                if compiled is None or self._give_matchers(choices, compiled):
+                    self._enqueue(choices)
+
+    def _give_matchers(self, choices: list[Sequence], compiled: futures.Future[Matcher]) -> bool:
+        """Each choice gets a matcher of its own; they end if there is none. Whether there is."""
+        if (error := compiled.exception()) is None:
+            for seq in choices:
+                seq.matcher = compiled.result().copy()
+            return True
+        self._failed += [self._fail(seq, error) for seq in choices if not seq.is_finished]
+        return False
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or only one of its choices. Unknown and finished ones are ignored."""
@@ -266,7 +296,10 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Computes one batch; the new tokens of all choices that got one."""
         if self._arriving:
-            self._enqueue_hashed()
+            self._enqueue_arrived()
+            if self._failed:
+                failed, self._failed = self._failed, []
+                return failed
         chunks = self.scheduler.schedule()
         if not chunks:
             if self.auditor.has_work and not self.has_work:
@@ -288,34 +321,65 @@ class Engine:
             self.cache.compute_time.add((time.perf_counter() - start) / num_tokens)
         self._num_steps += 1
         self._num_computed_tokens += num_tokens
-        return [self._advance(seq, row) for seq, row in zip(sampled, logits, strict=True)]
+        masks = self._masks(sampled)
+        return [
+            self._advance(seq, row, masks.get(seq))
+            for seq, row in zip(sampled, logits, strict=True)
+        ]
 
-    def _advance(self, seq: Sequence, logits: Array) -> SequenceOutput:
-        """Appends the next token of one choice; a failure ends this choice and no other."""
+    def _masks(self, sampled: list[Sequence]) -> dict[Sequence, Mask]:
+        """What the constraints of those that have one allow next."""
+        matchers = {seq: seq.matcher for seq in sampled if seq.matcher is not None}
+        if not matchers:
+            return {}
+        rows = self.grammars.masks(list(matchers.values()))
+        return dict(zip(matchers, rows, strict=True))
+
+    def _fail(self, seq: Sequence, error: BaseException) -> SequenceOutput:
+        """Ends one choice with an error, and no other."""
+        output = self._output(seq)
+        if not isinstance(error, NoTokenLeft | RequestError):
+            logger.error("request %s, choice %d fails", seq.request_id, seq.index, exc_info=error)
+        self._finish(seq, "error")
+        return msgspec.structs.replace(
+            output,
+            finish_reason="error",
+            error=str(error),
+            error_param=error.param if isinstance(error, NoTokenLeft | RequestError) else None,
+        )
+
+    def _output(self, seq: Sequence) -> SequenceOutput:
+        """What every output says."""
         # The first choice computed the prompt; the others share it.
         num_cached_tokens = self._requests[seq.request_id][0].num_cached_tokens or 0
         cache_report, seq.cache_report = seq.cache_report, None  # told once
-        try:
-            token_id = sampler.sample(logits, seq, self._eos_token_ids)
-        except Exception as error:
-            logger.exception("request %s, choice %d fails", seq.request_id, seq.index)
-            self._finish(seq, "error")
-            return SequenceOutput(
-                request_id=seq.request_id,
-                index=seq.index,
-                num_cached_tokens=num_cached_tokens,
-                cache_report=cache_report,
-                finish_reason="error",
-                error=str(error),
-            )
-        num_top = seq.params.logprobs
-        logprob = None if num_top is None else sampler.logprob(logits, token_id, num_top)
-        seq.append(token_id, self._eos_token_ids)
-        output = SequenceOutput(
+        return SequenceOutput(
             request_id=seq.request_id,
             index=seq.index,
             num_cached_tokens=num_cached_tokens,
             cache_report=cache_report,
+            prompt_logprobs=seq.prompt_logprobs if seq.num_generated_tokens <= 1 else [],
+        )
+
+    def _advance(self, seq: Sequence, logits: Array, allowed: Mask | None) -> SequenceOutput:
+        """Appends the next token of one choice; a failure ends this choice and no other."""
+        if seq.max_tokens == 0:
+            output = self._output(seq)
+            self._finish(seq, "length")
+            return msgspec.structs.replace(output, finish_reason="length")
+        try:
+            if seq.matcher is not None:
+                seq.matcher.check()  # it says more than an empty mask
+            token_id = sampler.sample(logits, seq, self._eos_token_ids, allowed)
+            if seq.matcher is not None and token_id not in self._eos_token_ids:
+                seq.matcher.advance(token_id)
+        except Exception as error:
+            return self._fail(seq, error)
+        num_top = seq.params.logprobs
+        logprob = None if num_top is None else sampler.logprob(logits, token_id, num_top)
+        seq.append(token_id, self._eos_token_ids)
+        output = msgspec.structs.replace(
+            self._output(seq),
             token_id=token_id,
             logprob=logprob,
             finish_reason=seq.finish_reason,
@@ -370,6 +434,7 @@ class Engine:
     def close(self) -> None:
         """Ends the threads; a persistent tier gets what it does not have yet."""
         self._hashing.shutdown(cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._is_persistent:
             self.cache.hierarchy.flush(_FLUSH_SECONDS)
         self.cache.hierarchy.close()

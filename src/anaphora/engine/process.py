@@ -2,8 +2,9 @@
 
 The parent binds a socket and starts ``python -m anaphora.engine.process ADDRESS PID`` with its own
 process id. It sends the configuration; the child loads the model and answers ``Ready`` or
-``Failed``. Then ``EngineRequest`` and ``Abort`` go down, ``StepOutputs`` come up. The child ends
-when told to, or when its parent is gone.
+``Failed``. Then ``EngineRequest`` and ``Abort`` go down, ``StepOutputs`` come up; before the first
+request with a constraint a ``TokenTable`` goes down, once. The child ends when told to, or when its
+parent is gone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from anaphora.types import (
     EngineStats,
     ModelInfo,
     SequenceOutput,
+    TokenTable,
 )
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     message: str = ""
 
 
-Down = Configure | Add | Abort | Command | Shutdown
+Down = Configure | TokenTable | Add | Abort | Command | Shutdown
 Up = Ready | Failed | StepOutputs | Answer
 
 encode = msgspec.msgpack.Encoder().encode
@@ -149,6 +151,8 @@ class EngineProcess:
                 engine.abort(message.request_id, message.index)
             elif isinstance(message, Add):
                 self._add(engine, message.request)
+            elif isinstance(message, TokenTable):
+                engine.grammars.table = message
             elif isinstance(message, Command):
                 self._obey(engine, message)
         return True

@@ -7,12 +7,15 @@ import dataclasses
 
 import numpy as np
 
+from anaphora.engine.sampler import logprob
 from anaphora.engine.scheduler import Chunk
 from anaphora.models.registry import Model
 from anaphora.ops.api import Array
 from anaphora.ops.batch import NO_SLOT, Batch, Int32, Int64
 from anaphora.ops.kv_store import KVStore
 from anaphora.ops.lora import AdaptedRows, Adapter
+
+_SCORED_ROWS = 16
 
 
 class ModelRunner:
@@ -32,7 +35,29 @@ class ModelRunner:
                 self._adapters = adapters
             # Decode steps are alike: the backend need not look everything up again.
             batch = dataclasses.replace(batch, adapters=self._adapters)
-        return self.model.forward(batch, self.store)
+        hidden = self.model.forward(batch, self.store)
+        for row, index in enumerate(_by_adapter(chunks)):
+            if chunks[index].seq.is_scored:
+                first = int(np.searchsorted(batch.seq_index, row))
+                self._score(chunks[index], hidden[first : first + chunks[index].num_tokens])
+        return self.model.logits(hidden[batch.logit_rows])
+
+    def _score(self, chunk: Chunk, hidden: Array) -> None:
+        """Adds the log-probabilities of the prompt's tokens after those of ``chunk``.
+
+        A few positions at a time: logits of all would be the vocabulary times the prompt.
+        """
+        seq, num_top = chunk.seq, chunk.seq.params.prompt_logprobs
+        assert num_top is not None
+        first = seq.num_computed_tokens
+        del seq.prompt_logprobs[first:]  # it was preempted, and begins again
+        targets = seq.token_ids[first + 1 : min(first + len(hidden) + 1, seq.num_prompt_tokens)]
+        for start in range(0, len(targets), _SCORED_ROWS):
+            some = targets[start : start + _SCORED_ROWS]
+            logits = self.model.logits(hidden[start : start + len(some)])
+            seq.prompt_logprobs += [
+                logprob(row, target, num_top) for row, target in zip(logits, some, strict=True)
+            ]
 
 
 def _by_adapter(chunks: list[Chunk]) -> list[int]:

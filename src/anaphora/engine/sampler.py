@@ -9,18 +9,28 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from anaphora.engine.grammar import Mask
 from anaphora.engine.sequence import Sequence
+from anaphora.errors import NoTokenLeft
 from anaphora.ops.api import Array
-from anaphora.types import TokenLogprob
+from anaphora.types import SamplingParams, TokenLogprob
 
 _MIN_TEMPERATURE = 1e-30  # below, float32 differences overflow; the best token is certain anyway
 _THRESHOLDS = (1e-2, 1e-4, 0.0)  # of weights whose best is 1
 
 
-def sample(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> int:
-    """The next token of ``seq`` from its ``logits`` [vocab]; raises FloatingPointError on NaN."""
-    logits = adjust(logits, seq, eos_token_ids)
+def sample(
+    logits: Array, seq: Sequence, eos_token_ids: frozenset[int], allowed: Mask | None = None
+) -> int:
+    """The next token of ``seq`` from its ``logits`` [vocab], of those that ``allowed`` has.
+
+    Raises FloatingPointError on NaN, ``NoTokenLeft`` if nothing is allowed.
+    """
+    allowed = restrict(allowed, seq, len(logits))
+    logits = adjust(logits, seq, eos_token_ids, allowed)
     best = int(np.argmax(logits))
+    if allowed is not None and logits[best] == -np.inf:
+        raise no_token_left(seq.params)
     if not np.isfinite(logits[best]):
         raise FloatingPointError(f"the model's logits have the maximum {logits[best]}")
     if seq.params.temperature == 0:
@@ -31,18 +41,52 @@ def sample(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> int:
     return int(token_ids[min(int(drawn), len(token_ids) - 1)])
 
 
-def adjust(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> Array:
-    """Logits after penalties, bias and ``min_tokens``; the argument itself stays as it is.
+def restrict(allowed: Mask | None, seq: Sequence, vocab_size: int) -> Mask | None:
+    """``allowed`` without what the request's lists of tokens shut out; None for all tokens."""
+    p = seq.params
+    if p.allowed_token_ids:
+        listed = np.zeros(vocab_size, np.bool_)
+        listed[[*p.allowed_token_ids]] = True
+        allowed = listed if allowed is None else listed & allowed
+    for *before, last in p.bad_token_ids:
+        num_before = len(before)
+        if num_before > seq.num_generated_tokens:
+            continue
+        if seq.token_ids[len(seq.token_ids) - num_before :] == before:
+            if allowed is None:
+                allowed = np.ones(vocab_size, np.bool_)
+            allowed[last] = False
+    return allowed
+
+
+def no_token_left(params: SamplingParams) -> NoTokenLeft:
+    """The error for a step in which nothing is allowed."""
+    if params.constraint is not None:
+        param = params.constraint.param
+    else:
+        param = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
+    return NoTokenLeft(
+        f"{param} leaves no token that can come next, together with the request's other fields",
+        param=param,
+    )
+
+
+def adjust(
+    logits: Array, seq: Sequence, eos_token_ids: frozenset[int], allowed: Mask | None = None
+) -> Array:
+    """Logits after penalties, bias, ``min_tokens`` and mask; the argument itself stays as it is.
 
     The repetition penalty (Keskar et al., 2019) looks at prompt and output, frequency and presence
-    penalties (OpenAI) at the output only.
+    penalties (OpenAI) at the output only. What is not ``allowed`` becomes minus infinity. Ends wait
+    for ``min_tokens``, and for ``ignore_eos``, as long as something else is allowed.
     """
     p = seq.params
     is_too_short = seq.num_generated_tokens < p.min_tokens
     has_penalty = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
-    if not (is_too_short or has_penalty or p.logit_bias):
+    if not (is_too_short or has_penalty or p.logit_bias or allowed is not None):
         return logits
-    logits = logits.copy()
+    if is_too_short or has_penalty or p.logit_bias:
+        logits = logits.copy()
     generated = np.fromiter(seq.token_counts, np.int64, len(seq.token_counts))
     if p.repetition_penalty != 1:
         seen = np.union1d(seq.prompt_vocabulary, generated)
@@ -57,9 +101,17 @@ def adjust(logits: Array, seq: Sequence, eos_token_ids: frozenset[int]) -> Array
         )
     for token_id, bias in p.logit_bias.items():
         logits[token_id] += np.float32(bias)
-    if is_too_short:
-        logits[[*p.stop_token_ids, *eos_token_ids]] = -np.inf
-    return logits
+    ends = [*p.stop_token_ids] if is_too_short else []
+    if is_too_short or (p.ignore_eos and seq.matcher is not None):
+        ends += eos_token_ids
+    if allowed is None:
+        logits[ends] = -np.inf
+        return logits
+    if ends:
+        without_ends = allowed.copy()
+        without_ends[ends] = False
+        allowed = without_ends if without_ends.any() else allowed
+    return np.where(allowed, logits, np.float32(-np.inf))
 
 
 def candidates(logits: Array, seq: Sequence) -> tuple[npt.NDArray[np.int64], Array]:

@@ -194,8 +194,11 @@ class Scheduler:
             step.is_blocked = True  # matching costs time; thousands of followers take several steps
             return False
         step.num_matched += 1
-        match = self.cache.match(seq)
-        seq.awaited_hash = self.cache.find_awaited(seq, len(match.found))
+        if seq.is_scored:
+            match = Match([], [], [], is_unwanted=True)
+        else:
+            match = self.cache.match(seq)
+            seq.awaited_hash = self.cache.find_awaited(seq, len(match.found))
         if seq.awaited_hash is not None:
             return False
         while not self._has_room(match, seq):

@@ -14,8 +14,9 @@ from anaphora.cache.cacheable import Admission
 from anaphora.cache.hashing import BlockHash, BlockKey
 from anaphora.cache.shares import Owner
 from anaphora.cache.windows import WindowState
+from anaphora.engine.grammar import Matcher
 from anaphora.ops.lora import Adapter
-from anaphora.types import CacheReport, FinishReason, SamplingParams
+from anaphora.types import CacheReport, FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from anaphora.engine.accounts import Account
@@ -92,6 +93,14 @@ class Sequence:
         # Filled by the engine, a token at a time.
         self.token_ids = list(prompt_token_ids)
         self.token_counts: dict[int, int] = {}  # of generated tokens
+        self.prompt_logprobs: list[TokenLogprob] = []  # of its second token and those after it
+        self.matcher: Matcher | None = None  # of its constraint, after the generated tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        is_wanted = self.params.prompt_logprobs is not None
+        return is_wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def num_generated_tokens(self) -> int:
@@ -118,7 +127,9 @@ class Sequence:
         """Adds a sampled token and sets ``finish_reason`` if it is the last one."""
         self.token_ids.append(token_id)
         self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
-        if self.num_generated_tokens >= self.params.min_tokens:
+        if self.matcher is not None and token_id in eos_token_ids:
+            self.finish_reason = "stop"  # its constraint allows nothing after it
+        elif self.num_generated_tokens >= self.params.min_tokens:
             if token_id in self.params.stop_token_ids:
                 self.finish_reason, self.stop_token_id = "stop", token_id
             elif token_id in eos_token_ids and not self.params.ignore_eos:

@@ -76,7 +76,7 @@ class Gemma3:
         )
 
     def forward(self, batch: Batch, store: KVStore) -> Array:
-        """Runs the batch, writes its K/V to ``store``; logits [R, vocab] of its logit rows."""
+        """Runs the batch, writes its K/V to ``store``; hidden states [T, hidden]."""
         c, ops = self.config, self.ops
         num_tokens = len(batch)
         num_heads = c.num_attention_heads + 2 * c.num_key_value_heads
@@ -118,7 +118,11 @@ class Gemma3:
                 gate="gelu_tanh",
             )
             hidden += ops.rms_norm(projected, layer.post_feedforward_layernorm)
-        logits = ops.linear(hidden[batch.logit_rows], self.lm_head, norm=self.norm)
-        if cap := np.float32(c.final_logit_softcapping):
+        return hidden
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits [R, vocab] of so many hidden states."""
+        logits = self.ops.linear(hidden, self.lm_head, norm=self.norm)
+        if cap := np.float32(self.config.final_logit_softcapping):
             logits = cap * np.tanh(logits / cap)
         return logits

@@ -90,7 +90,7 @@ class GptOss:
         )
 
     def forward(self, batch: Batch, store: KVStore) -> Array:
-        """Runs the batch, writes its K/V to ``store``; logits [R, vocab] of its logit rows."""
+        """Runs the batch, writes its K/V to ``store``; hidden states [T, hidden]."""
         c, ops = self.config, self.ops
         num_tokens = len(batch)
         num_heads = c.num_attention_heads + 2 * c.num_key_value_heads
@@ -125,4 +125,8 @@ class GptOss:
                 limit=c.swiglu_limit,
                 add_to=hidden,
             )
-        return ops.linear(hidden[batch.logit_rows], self.lm_head, norm=self.norm)
+        return hidden
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits [R, vocab] of so many hidden states."""
+        return self.ops.linear(hidden, self.lm_head, norm=self.norm)

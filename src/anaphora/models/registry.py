@@ -28,7 +28,10 @@ class Model(Protocol):
         """To be called before ``forward``: positions are below this."""
 
     def forward(self, batch: Batch, store: KVStore) -> Array:
-        """Logits [R, vocab] of the batch's logit rows; K/V of its tokens end in ``store``."""
+        """Hidden states [T, hidden] of the batch's tokens; their K/V end in ``store``."""
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits [R, vocab] of so many hidden states, each row from that row alone."""
 
 
 MODELS: dict[str, Callable[[ModelConfig, Checkpoint, Ops, PackedWeights], Model]] = {

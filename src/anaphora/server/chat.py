@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request, Response
 
 from anaphora.server.envelope import json_response
 from anaphora.server.generation import Generation
-from anaphora.server.logprobs import chat_logprobs
+from anaphora.server.logprobs import chat_logprobs, prompt_logprobs
 from anaphora.server.schemas import ChatRequest
 from anaphora.server.served import ServedTokenizer
 from anaphora.server.service import Service, now
 from anaphora.server.tools import ToolCalls
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
-from anaphora.types import CompletionDelta, FinishReason
+from anaphora.types import CompletionDelta, FinishReason, TokenLogprob
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -28,11 +28,10 @@ def chat_router(service: Service) -> APIRouter:
         """Answer a chat."""
         body = await service.read(request, ChatRequest)
         endpoint = service.endpoint(request, body.model)
-        params = body.sampling_params(service.llm.info.vocab_size)
+        params = service.sampling_params(body)
         prompt = await service.encode_chat(body.messages, body)
-        if not body.continue_final_message:  # where it is, the answer goes on inside the text
-            template = service.chat_template
-            params = template.reading(params, body.offered_tools(template.output_format))
+        prompt = body.truncate(prompt, service.llm.info.max_model_len)
+        params = service.reading(body, params)
         generation = service.generation(
             request,
             endpoint,
@@ -46,6 +45,7 @@ def chat_router(service: Service) -> APIRouter:
             service.llm.tokenizer,
             body,
             generation,
+            prompt,
             request.state.request_id,
             service.fingerprint(endpoint),
         )
@@ -69,9 +69,11 @@ class _ChatAnswer:
         tokenizer: ServedTokenizer,
         body: ChatRequest,
         generation: Generation,
+        prompt: list[int],
         request_id: str,
         fingerprint: str,
     ) -> None:
+        self._prompt = prompt
         self._tokenizer = tokenizer
         self._body = body
         self._generation = generation
@@ -86,26 +88,41 @@ class _ChatAnswer:
     async def whole(self) -> dict[str, Any]:
         """The complete response body."""
         choices = [_Choice(i, self._body) for i in range(self._generation.num_choices)]
+        of_prompt: tuple[TokenLogprob, ...] = ()
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 choices[delta.index].add(delta, self._logprobs(delta))
+                of_prompt = of_prompt or delta.prompt_logprobs
+        more: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = self._prompt
+        if self._body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, of_prompt)
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [choice.whole() for choice in choices],
             "usage": self._generation.usage(),
+            **more,
             **self._diagnostics(),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a stream, each as an event."""
         calls: dict[int, ToolCalls] = {}
+        returns_ids = self._body.return_token_ids
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 if delta.index not in calls:
+                    more: dict[str, Any] = {}
+                    if returns_ids and not calls:
+                        more["prompt_token_ids"] = self._prompt
                     calls[delta.index] = ToolCalls()
                     role = {"role": "assistant", "content": "", "refusal": None}
-                    yield self._chunk([_chunk_choice(delta.index, role)])
+                    yield self._chunk([_chunk_choice(delta.index, role)], **more)
+                if returns_ids and delta.token_ids:
+                    ids = _chunk_choice(delta.index, {})
+                    yield self._chunk([{**ids, "token_ids": delta.token_ids}])
                 logprobs = None
                 if self._body.logprobs:
                     logprobs = {"content": self._logprobs(delta), "refusal": None}
@@ -119,7 +136,7 @@ class _ChatAnswer:
                     added = [calls[delta.index].add(call) for call in delta.tool_calls]
                     yield self._chunk([_chunk_choice(delta.index, {"tool_calls": added})])
                 if delta.finish_reason is not None:
-                    reason = _finish_reason(delta.finish_reason, calls[delta.index])
+                    reason = _finish_reason(delta.finish_reason, calls[delta.index], self._body)
                     last = _chunk_choice(delta.index, {}, finish_reason=reason)
                     yield self._chunk([{**last, "stop_reason": delta.stop_reason}])
         if self._body.includes_usage or self._body.cache_diagnostics:
@@ -129,7 +146,8 @@ class _ChatAnswer:
         """Those of content, of which OpenAI's field is."""
         if delta.part != "content":
             return []
-        return chat_logprobs(self._tokenizer, delta.logprobs)
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(self._tokenizer, delta.logprobs, as_ids=as_ids)
 
     def _diagnostics(self) -> dict[str, Any]:
         if not self._body.cache_diagnostics:
@@ -154,21 +172,24 @@ class _Choice:
     """Puts one whole choice together."""
 
     def __init__(self, index: int, body: ChatRequest) -> None:
+        self._token_ids: list[int] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls = ToolCalls()
+        self._body = body
         self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
         self._head: dict[str, Any] = {"index": index}
         self._end: dict[str, Any] = {"finish_reason": None}
 
     def add(self, delta: CompletionDelta, logprobs: list[dict[str, Any]]) -> None:
+        self._token_ids += delta.token_ids
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
             self._calls.add(call)
         if self._logprobs is not None:
             self._logprobs += logprobs
-        reason = _finish_reason(delta.finish_reason, self._calls)
+        reason = _finish_reason(delta.finish_reason, self._calls, self._body)
         self._end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
     def whole(self) -> dict[str, Any]:
@@ -179,11 +200,13 @@ class _Choice:
         if self._calls:
             message |= {"content": text or None, "tool_calls": self._calls.whole()}
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
-        return {**self._head, "message": message, "logprobs": logprobs, **self._end}
+        more = {"token_ids": self._token_ids} if self._body.return_token_ids else {}
+        return {**self._head, "message": message, "logprobs": logprobs, **self._end, **more}
 
 
-def _finish_reason(reason: FinishReason | None, calls: ToolCalls) -> str | None:
-    return "tool_calls" if reason == "stop" and calls else reason
+def _finish_reason(reason: FinishReason | None, calls: ToolCalls, body: ChatRequest) -> str | None:
+    """As OpenAI: a call that the request itself named is no choice of the model's."""
+    return "tool_calls" if reason == "stop" and calls and not body.names_function else reason
 
 
 def _chunk_choice(

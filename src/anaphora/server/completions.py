@@ -11,12 +11,12 @@ from fastapi import APIRouter, Request, Response
 from anaphora.errors import InvalidRequest
 from anaphora.server.envelope import describe, json_response
 from anaphora.server.generation import Generation
-from anaphora.server.logprobs import CompletionLogprobs
+from anaphora.server.logprobs import CompletionLogprobs, prompt_logprobs
 from anaphora.server.schemas import CompletionRequest, Prompt
 from anaphora.server.served import ServedTokenizer
 from anaphora.server.service import MAX_CHOICES_PER_REQUEST, Service, now
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
-from anaphora.types import CompletionDelta
+from anaphora.types import CompletionDelta, TokenLogprob
 
 _SHAPES = "send a string, a list of strings, a list of token ids or a list of such lists"
 
@@ -30,11 +30,12 @@ def completions_router(service: Service) -> APIRouter:
         """Continue one or more raw prompts."""
         body = await service.read(request, CompletionRequest)
         endpoint = service.endpoint(request, body.model)
-        params = body.sampling_params(service.llm.info.vocab_size)
+        params = service.sampling_params(body)
         given = parse_prompts(body.prompt)
-        prompts = await service.encode_prompts(
+        encoded = await service.encode_prompts(
             given, add_special_tokens=body.add_special_tokens is not False
         )
+        prompts = [body.truncate(prompt, service.llm.info.max_model_len) for prompt in encoded]
         generation = service.generation(
             request,
             endpoint,
@@ -44,12 +45,14 @@ def completions_router(service: Service) -> APIRouter:
             body.workload,
             "prompt",
         )
-        echoes = _echoes(service, given) if body.echo else [""] * len(given)
+        is_cut = body.truncate_prompt_tokens is not None
+        echoes = _echoes(service, prompts if is_cut else given) if body.echo else [""] * len(given)
         answer = _Completion(
             service.llm.tokenizer,
             body,
             generation,
             echoes,
+            prompts,
             request_id=request.state.request_id,
             fingerprint=service.fingerprint(endpoint),
             n=params.n,
@@ -119,15 +122,22 @@ class _Completion:
         body: CompletionRequest,
         generation: Generation,
         echoes: Sequence[str],
+        prompts: Sequence[Sequence[int]],
         *,
         request_id: str,
         fingerprint: str,
         n: int,
     ) -> None:
         self._body = body
+        self._echoed: set[int] = set()  # choices whose prompt has its log-probabilities
         self._generation = generation
+        self._tokenizer = tokenizer
         self._echo_of_choice = [echo for echo in echoes for _ in range(n)]
-        self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(generation.num_choices)]
+        self._prompt_of_choice = [prompt for prompt in prompts for _ in range(n)]
+        self._logprobs = [
+            CompletionLogprobs(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+            for _ in range(generation.num_choices)
+        ]
         self._head: dict[str, Any] = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -142,16 +152,26 @@ class _Completion:
         texts = [[echo] for echo in self._echo_of_choice]
         logprobs: list[dict[str, Any] | None] = [None] * len(texts)
         ends: dict[int, CompletionDelta] = {}
+        token_ids: list[list[int]] = [[] for _ in texts]
+        of_prompts: list[tuple[TokenLogprob, ...]] = [()] * len(texts)
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 texts[delta.index].append(delta.text)
                 logprobs[delta.index] = _joined(logprobs[delta.index], self._new_logprobs(delta))
+                token_ids[delta.index] += delta.token_ids
+                of_prompts[delta.index] = of_prompts[delta.index] or delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     ends[delta.index] = delta
         choices = [
             self._choice(ends[index], "".join(pieces), logprobs[index])
             for index, pieces in enumerate(texts)
         ]
+        if self._body.return_token_ids:
+            for choice, prompt, ids in zip(choices, self._prompt_of_choice, token_ids, strict=True):
+                choice |= {"prompt_token_ids": prompt, "token_ids": ids}
+        if self._body.prompt_logprobs is not None:
+            for choice, found in zip(choices, of_prompts, strict=True):
+                choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, found)
         usage = self._generation.usage()
         return {**self._head, "choices": choices, "usage": usage, **self._diagnostics()}
 
@@ -161,11 +181,17 @@ class _Completion:
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 text = delta.text
+                more: dict[str, Any] = {}
+                if self._body.return_token_ids:
+                    more["token_ids"] = delta.token_ids
+                    if delta.index not in started:
+                        more["prompt_token_ids"] = self._prompt_of_choice[delta.index]
                 if delta.index not in started:
                     started.add(delta.index)
                     text = self._echo_of_choice[delta.index] + text
-                if text or delta.logprobs or delta.finish_reason is not None:
-                    yield self._chunk([self._choice(delta, text, self._new_logprobs(delta))])
+                if text or delta.logprobs or more or delta.finish_reason is not None:
+                    choice = self._choice(delta, text, self._new_logprobs(delta))
+                    yield self._chunk([{**choice, **more}])
         if self._body.includes_usage or self._body.cache_diagnostics:
             yield self._chunk([], usage=self._generation.usage(), **self._diagnostics())
 
@@ -177,7 +203,17 @@ class _Completion:
     def _new_logprobs(self, delta: CompletionDelta) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        return self._logprobs[delta.index].add(delta.logprobs)
+        lists = self._logprobs[delta.index]
+        of_prompt = None
+        if self._body.echo and delta.index not in self._echoed:
+            self._echoed.add(delta.index)
+            of_prompt = lists.add_prompt(
+                self._prompt_of_choice[delta.index][0],
+                delta.prompt_logprobs,
+                self._body.logprobs,
+                self._echo_of_choice[delta.index],
+            )
+        return _joined(of_prompt, lists.add(delta.logprobs))
 
     def _choice(
         self, delta: CompletionDelta, text: str, logprobs: dict[str, Any] | None

@@ -20,16 +20,10 @@ SERVED_TIERS: Mapping[Workload, str] = {
 
 # Field → the values that ask for nothing. Any other value would change the answer's meaning.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),  # in chat models whose format we read have them; see server/tools.py
+    "tools": (None, []),  # chats have them; see server/tools.py
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None, {}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -42,11 +36,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),  # as echo
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),
     "repetition_detection": (None,),
     "thinking_token_budget": (None,),
@@ -57,8 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "prompt_embeds": (None,),
     "priority": (None, 0),
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
     "kv_transfer_params": (None, {}),
     # llama.cpp's and TGI's names for what OpenAI has no name for, or another one
     "grammar": (None, ""),
@@ -81,8 +69,10 @@ ACCEPTED_WITHOUT_EFFECT: Mapping[str, str] = {
     "safety_identifier": "as user",
     "metadata": "labels for OpenAI's dashboard",
     "store": "false, which is what always holds",
-    "parallel_tool_calls": "models that call tools make one call in an answer",
-    "tools[].function.strict": "arguments are as the model writes them; check them",
+    "parallel_tool_calls": "an answer has one call",
+    "tools[].function.strict": "calls that are forced always match, others are the model's own",
+    "response_format.json_schema.strict": "answers always match",
+    "structured_outputs.disable_fallback": "there is one backend",
     "stream_options.include_obfuscation": "hides lengths; padding TLS records does too",
     "verbosity": "the models served have one verbosity",
     "prompt_cache_retention": "how long others may keep a prefix; here the operator decides",

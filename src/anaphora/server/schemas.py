@@ -23,7 +23,8 @@ from pydantic_core import PydanticCustomError
 from anaphora.errors import InvalidRequest
 from anaphora.server.envelope import describe, translate, unsupported
 from anaphora.server.fields import BATCH_TIERS, ServiceTier, refuse_unsupported
-from anaphora.server.tools import check_calls, check_tools
+from anaphora.server.structured import read_constraint
+from anaphora.server.tools import ToolChoice, check_calls, check_tools, choose_tools
 from anaphora.types import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -31,7 +32,6 @@ from anaphora.types import (
     MAX_SEED,
     CacheScope,
     Message,
-    OutputFormat,
     SamplingParams,
     Workload,
 )
@@ -43,6 +43,8 @@ MAX_PARTS = 4096  # of one message
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's bound for /v1/completions
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions, not for chat
 REASONING_EFFORTS = ("low", "medium", "high")
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 _INT32 = 2**31 - 1
 
 Prompt = str | list[int]
@@ -107,6 +109,22 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None = (
+        Field(None, max_length=MAX_BAD_WORDS)
+    )
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_INT32)
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    # Checked by hand: they hold schemas.
+    response_format: SkipValidation[Any] = None
+    structured_outputs: SkipValidation[Any] = None
+    guided_json: SkipValidation[Any] = None
+    guided_regex: SkipValidation[Any] = None
+    guided_choice: SkipValidation[Any] = None
+    guided_grammar: SkipValidation[Any] = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     prompt_cache_key: str | None = Field(None, max_length=MAX_CACHE_KEY_CHARS)
     cache_diagnostics: bool | None = None
@@ -124,6 +142,16 @@ class SamplingBody(Body):
                 )
             if self.stream_options.continuous_usage_stats:
                 raise unsupported("stream_options.continuous_usage_stats", "leave it out")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0; send how many tokens to keep, or -1 for all that fit",
+                param="truncate_prompt_tokens",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs come with whole answers only; leave stream out",
+                param="prompt_logprobs",
+            )
         return self
 
     @property
@@ -136,6 +164,15 @@ class SamplingBody(Body):
         """The kind of work: a client may only lower its own."""
         return "batch" if self.service_tier in BATCH_TIERS else "interactive"
 
+    def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """Of ``prompt`` the last, or first, ``truncate_prompt_tokens``."""
+        longest = self.truncate_prompt_tokens
+        if longest is None:
+            return prompt
+        if longest == -1:  # what fits beside the answer
+            longest = max(1, max_model_len - max(1, self._max_tokens() or 1))
+        return prompt[:longest] if self.truncation_side == "right" else prompt[-longest:]
+
     def scope(self, tenant: str) -> CacheScope:
         """Who may share this request's cached blocks."""
         return CacheScope(
@@ -147,6 +184,7 @@ class SamplingBody(Body):
     def sampling_params(self, vocab_size: int) -> SamplingParams:
         """The checked parameters. Raises ``InvalidRequest`` that names the field."""
         self._check_token_ids("stop_token_ids", self.stop_token_ids or [], vocab_size)
+        self._check_token_ids("allowed_token_ids", self.allowed_token_ids or [], vocab_size)
         given: dict[str, Any] = {
             "n": self.n,
             "min_tokens": self.min_tokens,
@@ -159,6 +197,7 @@ class SamplingBody(Body):
             "presence_penalty": self.presence_penalty,
             "seed": self.seed,
             "logit_bias": self._logit_bias(vocab_size),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
             "stop": None if self.stop is None else tuple(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "include_stop_str_in_output": self.include_stop_str_in_output,
@@ -166,6 +205,8 @@ class SamplingBody(Body):
             "skip_special_tokens": self.skip_special_tokens,
             "max_tokens": self._max_tokens(),
             "logprobs": self._num_logprobs(),
+            "prompt_logprobs": self._num_prompt_logprobs(),
+            "constraint": read_constraint(vars(self)),
         }
         # null means "the default" for OpenAI's clients
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})
@@ -175,6 +216,9 @@ class SamplingBody(Body):
 
     def _num_logprobs(self) -> int | None:
         return None
+
+    def _num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
     def _logit_bias(self, vocab_size: int) -> dict[int, float]:
         biases: dict[int, float] = {}
@@ -234,21 +278,13 @@ class ChatMessage(Body):
     ) = None
     tool_calls: SkipValidation[Any] = None  # checked by hand, where the model has them
 
-    def as_message(self, where: str, output_format: OutputFormat) -> Message:
-        """The message as a template reads it, with its parts joined to one string.
-
-        Calls and their results need an ``output_format`` that has calls.
-        """
+    def as_message(self, where: str) -> Message:
+        """The message as a template reads it, with its parts joined to one string."""
         extra = dict(self.model_extra or {})
         if extra.pop("function_call", None):
             raise unsupported(f"{where}.function_call", "send tool_calls")
         if self.role == "function":
             raise unsupported(f"{where}.role", 'send a result with the role "tool"')
-        if output_format == "text":
-            if self.tool_calls:
-                raise unsupported(f"{where}.tool_calls", "write the call and its result as text")
-            if self.role == "tool":
-                raise unsupported(f"{where}.role", "send a tool's result as a user message")
         if self.tool_calls:
             extra["tool_calls"] = check_calls(self.tool_calls, self.role, where)
         # "developer" is OpenAI's newer name of "system", the only one that open templates know
@@ -279,15 +315,19 @@ class TemplateBody(Body):
     tool_choice: SkipValidation[Any] = None
     reasoning_effort: str | None = None
 
-    def offered_tools(self, output_format: OutputFormat) -> list[dict[str, Any]]:
-        """The functions to show the model. Raises ``InvalidRequest`` if it cannot call any."""
-        if output_format != "text":
-            return check_tools(self.tools, self.tool_choice)
-        refuse_unsupported(
-            {"tools": self.tools, "tool_choice": self.tool_choice},
-            "how this model calls tools is not known: leave it out, or use another model",
-        )
-        return []
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The functions to show the model. Raises ``InvalidRequest`` that names the element."""
+        return check_tools(self.tools, self.tool_choice)
+
+    def chosen_tools(self) -> ToolChoice:
+        """Those of them that an answer may call, or has to. Raises as ``offered_tools``."""
+        return choose_tools(self.offered_tools(), self.tool_choice)
+
+    @property
+    def names_function(self) -> bool:
+        """Whether the answer has to be a call of a certain function."""
+        choice = self.tool_choice
+        return isinstance(choice, dict) and choice.get("type") == "function"
 
     def template_kwargs(self, *, reads_reasoning_effort: bool) -> dict[str, Any]:
         """What the template gets beside the messages."""
@@ -348,7 +388,7 @@ class CompletionRequest(SamplingBody):
 
     # checked by hand in prompts.py: a union of lists gives unreadable errors
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
-    max_tokens: int | None = Field(DEFAULT_COMPLETION_TOKENS, ge=1, le=_INT32)
+    max_tokens: int | None = Field(DEFAULT_COMPLETION_TOKENS, ge=0, le=_INT32)
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = None
@@ -361,12 +401,20 @@ class CompletionRequest(SamplingBody):
             raise unsupported("suffix", "leave it out")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "leave it out or set it to n")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("logprobs", "with echo, leave logprobs out")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequest(
+                "max_tokens is 0, so nothing would come back; set echo, or ask for a token",
+                param="max_tokens",
+            )
         return self
 
     def _max_tokens(self) -> int | None:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def _num_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        given = [n for n in (echoed, self.prompt_logprobs) if n is not None]
+        return max(given, default=None)
 
     def _num_logprobs(self) -> int | None:
         return self.logprobs
@@ -387,7 +435,7 @@ class TokenizeRequest(TemplateBody):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         refuse_unsupported(self.model_extra or {})
         if self.prompt is not None:
-            self.offered_tools("text")
+            refuse_unsupported({"tools": self.tools, "tool_choice": self.tool_choice})
         return self
 
 

@@ -57,10 +57,20 @@ class ServedChatTemplate(Protocol):
     def reads_reasoning_effort(self) -> bool:
         """Whether the template takes it as an argument."""
 
+    def offer(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """What to ``encode`` so that the model knows ``tools``, in its form or as text."""
+
     def reading(
-        self, params: SamplingParams, tools: Sequence[dict[str, Any]] | None = None
+        self,
+        params: SamplingParams,
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        must_call: bool = ...,
+        only_these: bool = ...,
     ) -> SamplingParams:
-        """``params`` that take an answer to a prompt with ``tools`` apart."""
+        """``params`` that take an answer apart which may call ``tools``, or has to."""
 
     def encode(
         self,

@@ -28,6 +28,7 @@ from anaphora.server.schemas import (
     B,
     ChatMessage,
     Prompt,
+    SamplingBody,
     TemplateBody,
     check_token_id,
 )
@@ -170,20 +171,18 @@ class Service:
     async def encode_chat(self, messages: Sequence[ChatMessage], body: TemplateBody) -> list[int]:
         """Token ids of a chat. Raises ``InvalidRequest``."""
         template = self.chat_template
-        plain = [
-            message.as_message(f"messages[{i}]", template.output_format)
-            for i, message in enumerate(messages)
-        ]
+        plain = [message.as_message(f"messages[{i}]") for i, message in enumerate(messages)]
         adds_generation_prompt = body.adds_generation_prompt
-        tools = body.offered_tools(template.output_format)
+        tools = body.offered_tools()
         kwargs = body.template_kwargs(reads_reasoning_effort=template.reads_reasoning_effort)
 
         def encode() -> list[int]:
+            offered, template_tools = template.offer(plain, tools or None)
             return template.encode(
-                plain,
+                offered,
                 add_generation_prompt=adds_generation_prompt,
                 continue_final_message=bool(body.continue_final_message),
-                tools=tools or None,
+                tools=template_tools,
                 template_kwargs=kwargs,
             )
 
@@ -191,6 +190,37 @@ class Service:
         self._check_length(num_chars, "messages")
         extras = sum(len(str(value)) for message in plain for value in message.values())
         return await _off_loop(encode, extras + len(str(kwargs)) + len(str(tools)))
+
+    def sampling_params(self, body: SamplingBody) -> SamplingParams:
+        """Those of ``body``, its words as tokens. Raises ``InvalidRequest``."""
+        params = body.sampling_params(self.llm.info.vocab_size)
+        if not body.bad_words:
+            return params
+        # As vLLM: at the beginning of a word and after a space.
+        spellings = [
+            tuple(self.llm.tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for word in body.bad_words
+            for space in ("", " ")
+        ]
+        runs = tuple(dict.fromkeys(run for run in spellings if run))
+        return msgspec.structs.replace(params, bad_token_ids=runs)
+
+    def reading(self, body: TemplateBody, params: SamplingParams) -> SamplingParams:
+        """``params`` that take the answer to ``body`` apart, and hold it to a call it asks for.
+
+        Raises ``InvalidRequest`` for tools and their choice.
+        """
+        chosen = body.chosen_tools()
+        if not body.continue_final_message:
+            return self.chat_template.reading(
+                params, chosen.tools, must_call=chosen.must_call, only_these=chosen.is_subset
+            )
+        if chosen.must_call:
+            raise InvalidRequest(
+                "tool_choice asks for a call, but continue_final_message for text; send one",
+                param="tool_choice",
+            )
+        return params  # the answer goes on inside the text
 
     @property
     def chat_template(self) -> ServedChatTemplate:
@@ -296,7 +326,8 @@ class Service:
     def _max_output(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens that a prompt's choices can have at most."""
         longest = max(0, self.llm.info.max_model_len - len(prompt))
-        return params.n * min(params.max_tokens or longest, longest)
+        asked = longest if params.max_tokens is None else params.max_tokens
+        return params.n * min(asked, longest)
 
 
 def _read_registry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import secrets
 from typing import Any
@@ -12,7 +13,16 @@ from anaphora.types import ToolCallDelta
 
 MAX_TOOLS = 128  # OpenAI's bound
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule
-_CHOICES = (None, "auto", "none")
+_CHOICES = (None, "auto", "none", "required")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolChoice:
+    """Which functions an answer may call."""
+
+    tools: list[dict[str, Any]]
+    must_call: bool = False
+    is_subset: bool = False  # of those that the prompt shows
 
 
 def check_tools(tools: Any, tool_choice: Any) -> list[dict[str, Any]]:
@@ -20,10 +30,8 @@ def check_tools(tools: Any, tool_choice: Any) -> list[dict[str, Any]]:
 
     Raises ``InvalidRequest`` that names the element.
     """
-    if not (tool_choice is None or isinstance(tool_choice, str)) or tool_choice not in _CHOICES:
-        raise unsupported("tool_choice", 'leave it out or send "auto" or "none"')
     if tools is None:
-        return []
+        tools = []
     if not isinstance(tools, list):
         raise InvalidRequest(f"tools is {describe(tools)}; it must be an array", param="tools")
     if len(tools) > MAX_TOOLS:
@@ -34,7 +42,68 @@ def check_tools(tools: Any, tool_choice: Any) -> list[dict[str, Any]]:
         _check_tool(tool, f"tools[{index}]")
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise InvalidRequest("tools has two functions of one name; keep one", param="tools")
+    choose_tools(tools, tool_choice)
     return [] if tool_choice == "none" else tools
+
+
+def choose_tools(tools: list[dict[str, Any]], tool_choice: Any) -> ToolChoice:
+    """What ``tool_choice`` makes of checked ``tools``. Raises ``InvalidRequest``."""
+    if tool_choice is None or isinstance(tool_choice, str):
+        if tool_choice not in _CHOICES:
+            raise _bad_choice()
+        if tool_choice == "required" and not tools:
+            raise InvalidRequest(
+                'tool_choice is "required" but there are no tools; send some', param="tool_choice"
+            )
+        called = [] if tool_choice == "none" else tools
+        return ToolChoice(called, must_call=tool_choice == "required")
+    if not isinstance(tool_choice, dict):
+        raise _bad_choice()
+    match tool_choice.get("type"):
+        case "function":
+            return ToolChoice([_find(tools, tool_choice)], must_call=True)
+        case "allowed_tools":
+            # OpenAI nests them; some clients do not.
+            allowed = tool_choice.get("allowed_tools", tool_choice)
+            if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+                raise InvalidRequest(
+                    'tool_choice.allowed_tools.mode must be "auto" or "required"',
+                    param="tool_choice",
+                )
+            wanted = allowed.get("tools")
+            if not isinstance(wanted, list) or not wanted:
+                raise InvalidRequest(
+                    "tool_choice.allowed_tools.tools must be an array of functions",
+                    param="tool_choice",
+                )
+            names = {_find(tools, one)["function"]["name"] for one in wanted}
+            chosen = [tool for tool in tools if tool["function"]["name"] in names]
+            return ToolChoice(
+                chosen, must_call=allowed["mode"] == "required", is_subset=len(chosen) < len(tools)
+            )
+        case "custom":
+            raise unsupported("tool_choice.type", "only functions can be called")
+    raise _bad_choice()
+
+
+def _find(tools: list[dict[str, Any]], choice: Any) -> dict[str, Any]:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool
+    raise InvalidRequest(
+        "tool_choice names a function that is not among tools; name one of them",
+        param="tool_choice",
+    )
+
+
+def _bad_choice() -> InvalidRequest:
+    return InvalidRequest(
+        'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": '
+        '...}} or {"type": "allowed_tools", ...}',
+        param="tool_choice",
+    )
 
 
 def check_calls(calls: Any, role: str, where: str) -> list[dict[str, Any]]:

@@ -23,13 +23,14 @@ from typing import Any
 import jinja2
 import msgspec
 
+from anaphora.constraints import Constraint
 from anaphora.errors import CorruptCheckpoint, InvalidRequest
-from anaphora.text import harmony
+from anaphora.text import harmony, json_tools
 from anaphora.text.formats import detect_format
 from anaphora.text.messages import normalize_message
 from anaphora.text.sandbox import TemplateEnvironment, strftime
 from anaphora.text.tokenizer import Tokenizer, literal_pattern, read_json
-from anaphora.types import Message, SamplingParams
+from anaphora.types import Message, OutputFormat, SamplingParams
 
 # One template, or several by name; "default" and "tool_use" have a meaning.
 TemplateSource = str | Mapping[str, str]
@@ -44,6 +45,7 @@ _RESERVED = frozenset(
         *("raise_exception", "strftime_now", "namespace", "range", "dict", "self"),
     }
 )
+_ANYTHING = Constraint("regex", "(?s:.*)", "tool_choice")
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -114,30 +116,72 @@ class ChatTemplate:
             for piece in self._tokenizer.split_control(text)
         )
 
+    def offer(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """What to ``encode`` so that the model knows ``tools`` and how ``reading`` expects calls.
+
+        Where the template's own form of them is not one that we read, they become text, and so do
+        calls and results of earlier turns. Raises as ``encode``.
+        """
+        if self.output_format != "text":
+            return messages, tools
+        plain = [normalize_message(m, index) for index, m in enumerate(messages)]
+        return json_tools.adapt_messages(plain, tools or ()), None
+
     def reading(
-        self, params: SamplingParams, tools: Sequence[dict[str, Any]] | None = None
+        self,
+        params: SamplingParams,
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        must_call: bool = False,
+        only_these: bool = False,
     ) -> SamplingParams:
         """``params`` that take an answer to a prompt of this template apart.
 
-        ``tools`` are those of the prompt. Raises ``InvalidRequest`` if the model calls none.
+        ``tools`` are those that it may call, and calls one of if it ``must_call``: with arguments
+        that match its parameters. With ``only_these`` the prompt shows others, too, that it may
+        not call. A constraint is one of the content, whatever stands around it. Raises
+        ``InvalidRequest`` for tools of another shape than OpenAI's.
         """
-        if tools and self.output_format == "text":
-            raise InvalidRequest(
-                "tools are given, but how this model calls them is not known; leave them out",
-                param="tools",
-            )
+        tools = tools or ()
         try:
-            names = tuple(str(tool["function"]["name"]) for tool in tools or ())
+            names = tuple(str(tool["function"]["name"]) for tool in tools)
         except (TypeError, KeyError):
             raise InvalidRequest(
                 'tools must be objects as {"type": "function", "function": {"name": ...}}',
                 param="tools",
             ) from None
         # Without tools, Llama's JSON is an answer like any other.
-        is_text = self.output_format == "llama3" and not names
+        output_format: OutputFormat = "harmony"
+        if self.output_format != "harmony":
+            output_format = "llama3" if names else "text"
         return msgspec.structs.replace(
-            params, output_format="text" if is_text else self.output_format, tool_names=names
+            params,
+            output_format=output_format,
+            tool_names=names,
+            constraint=self._frame(params.constraint, tools, must_call, only_these),
         )
+
+    def _frame(
+        self,
+        content: Constraint | None,
+        tools: Sequence[dict[str, Any]],
+        must_call: bool,
+        only_these: bool,
+    ) -> Constraint | None:
+        if must_call:
+            content = None
+        elif content is None and only_these and self.output_format == "harmony":
+            content = _ANYTHING  # elsewhere a call of another function is text
+        elif content is None:
+            return None
+        param = "tools" if content is None else content.param
+        if self.output_format == "harmony":
+            return harmony.frame(self._tokenizer, tools, content, param)
+        if content is not None and not tools:
+            return content
+        return json_tools.frame(tools, content, param)
 
     def render(
         self,

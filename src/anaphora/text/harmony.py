@@ -12,11 +12,15 @@ turn. The prompt ends with ``<|start|>assistant``, in the middle of a header.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from anaphora.constraints import Constraint, compose, json_constraint
 from anaphora.errors import InvalidRequest
 from anaphora.text.detokenizer import Detokenizer
+from anaphora.text.json_tools import parameters
 from anaphora.text.output import Output
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import Message, OutputPart, SamplingParams, ToolCallDelta
@@ -203,3 +207,39 @@ def adapt_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict):
         return tool
     return {**tool, "function": {**function, "description": function.get("description") or ""}}
+
+
+def frame(
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    content: Constraint | None,
+    param: str,
+) -> Constraint:
+    """A turn that reasons freely, then calls one of ``tools``, or answers as ``content`` says.
+
+    Without ``content`` it has to call.
+    """
+    mark = {name: f"<[{tokenizer.token_id(f'<|{name}|>')}]>" for name in MARKS}
+    json_type = f'" "? ({mark["constrain"]} "json" | "json")? {mark["message"]}'
+    rules: list[str] = []
+    parts: dict[str, Constraint] = {}
+    for index, tool in enumerate(tools):
+        to = json.dumps(f"to=functions.{tool['function']['name']}", ensure_ascii=False)[1:-1]
+        rules.append(
+            f'call{index}: ({mark["channel"]} "commentary {to}" | '
+            f'" {to}" {mark["channel"]} "commentary") {json_type} @arguments{index}'
+        )
+        parts[f"arguments{index}"] = json_constraint(parameters(tool, index), param)
+    ends = [f"call{i}" for i in range(len(tools))]
+    if content is not None:
+        ends.append("final")
+        rules.append(f'final: {mark["channel"]} "final" {json_type} @content')
+        parts["content"] = content
+    lark = [
+        f"start: analysis* ({' | '.join(ends)})",
+        f'analysis: {mark["channel"]} "analysis" {mark["message"]} TEXT {mark["end"]} '
+        f'{mark["start"]} "assistant"',
+        "TEXT: /(?s:.*)/",
+        *rules,
+    ]
+    return compose("\n".join(lark), parts, param)
