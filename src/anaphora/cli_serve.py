@@ -100,6 +100,14 @@ AdminKey = Annotated[
         metavar="KEY",
     ),
 ]
+Strict = Annotated[
+    bool,
+    option(
+        "Refuse request fields that the route does not know, instead of ignoring them.",
+        "Server",
+        "--strict",
+    ),
+]
 MetricsTenants = Annotated[
     int,
     option(
@@ -236,6 +244,7 @@ def serve(
     api_key: ApiKeys = None,
     admin_key: AdminKey = None,
     metrics_tenants: MetricsTenants = 0,
+    strict: Strict = False,
     enable_prefix_caching: PrefixCaching = _DEFAULTS.enable_prefix_caching,
     kv_cache_memory: CacheMemory = None,
     gpu_memory_utilization: MemoryShare = _DEFAULTS.gpu_memory_utilization,
@@ -299,7 +308,8 @@ def serve(
     )
     tenants = _tenants(api_key, admin_key)
     with bind(host, port, tenants=tenants) as sock:
-        asyncio.run(_serve(config, served_model_name or (), tenants, metrics_tenants, sock))
+        names = served_model_name or ()
+        asyncio.run(_serve(config, names, tenants, metrics_tenants, strict, sock))
 
 
 def repeat_lora_modules(argv: Sequence[str]) -> list[str]:
@@ -321,6 +331,7 @@ async def _serve(
     names: Sequence[str],
     tenants: Tenants,
     metrics_tenants: int,
+    strict: bool,
     sock: socket.socket,
 ) -> None:
     from anaphora.async_llm import AsyncLLM
@@ -336,7 +347,11 @@ async def _serve(
         await llm.start()
         names = names or (llm.model_name,)
         web_app = create_app(
-            llm, tenants, served_model_names=names, metrics_tenants=metrics_tenants
+            llm,
+            tenants,
+            served_model_names=names,
+            metrics_tenants=metrics_tenants,
+            strict=strict,
         )
         served = [*names, *llm.adapters]
         Console().print(_resolved(config, llm.info, served, url_of(sock), tenants))

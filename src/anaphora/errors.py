@@ -15,6 +15,7 @@ AnaphoraError
 │   ├── UnknownModel       404, model_not_found
 │   ├── Forbidden          403, the key is not an admin's
 │   ├── UnknownPin         404, there is no such pin
+│   ├── UnknownResponse    404, there is no such stored response
 │   └── QuotaExceeded      429, more pins than the tenant may have
 ├── EngineError            our fault                                        → 5xx
 │   ├── EngineDied         500, a running request was lost with its engine process
@@ -110,6 +111,13 @@ class UnknownPin(RequestError):
 
     status = 404
     code = "pin_not_found"
+
+
+class UnknownResponse(RequestError):
+    """The tenant has no stored response of this id (404)."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class QuotaExceeded(RequestError):

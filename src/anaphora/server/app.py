@@ -12,15 +12,21 @@ from starlette.exceptions import HTTPException
 from anaphora.errors import ConfigError, EngineError, RequestError
 from anaphora.server.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
 from anaphora.server.adapters import adapters_router
+from anaphora.server.anthropic_schemas import CountTokensRequest, MessagesRequest
 from anaphora.server.cache import pins_router, purge_router
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.chat import chat_router
 from anaphora.server.completions import completions_router
+from anaphora.server.databricks import databricks_router
 from anaphora.server.envelope import RouteError, error_response
 from anaphora.server.gate import Gate
+from anaphora.server.messages import messages_router
 from anaphora.server.metrics import Metrics
 from anaphora.server.models import models_router, tokens_router
+from anaphora.server.responses import responses_router
+from anaphora.server.responses_schemas import InputTokensRequest, ResponsesRequest
 from anaphora.server.schemas import (
+    AnyBody,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -31,10 +37,20 @@ from anaphora.server.served import ServedLLM
 from anaphora.server.service import Service, now
 from anaphora.server.tenants import Tenants
 from anaphora.server.transport import BODY_TIMEOUT, MAX_BODY_BYTES, BodyReader
+from anaphora.server.vllm import vllm_router
 
 _BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/serving-endpoints/{name}/invocations": AnyBody,
+    "/serving-endpoints/chat/completions": ChatRequest,
+    "/serving-endpoints/completions": CompletionRequest,
+    "/serving-endpoints/responses": ResponsesRequest,
+    "/invocations": AnyBody,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/cache/pins": PinRequest,
@@ -50,6 +66,7 @@ def create_app(
     *,
     served_model_names: Sequence[str] = (),
     metrics_tenants: int = 0,
+    strict: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout: float = BODY_TIMEOUT,
 ) -> FastAPI:
@@ -57,7 +74,8 @@ def create_app(
 
     ``llm`` must be started; whoever calls this closes it after the app has stopped. The model goes
     by ``served_model_names``, or by ``llm.info.name`` if there are none. In ``/metrics`` the first
-    ``metrics_tenants`` tenants are labels.
+    ``metrics_tenants`` tenants are labels. A body's unknown fields are refused if ``strict``, else
+    ignored and named in a header.
     """
     names = tuple(served_model_names) or (llm.info.name,)
     if not all(names) or len(set(names)) < len(names):
@@ -76,35 +94,35 @@ def create_app(
         metrics=metrics,
         bodies=BodyReader(max_bytes=max_body_bytes, timeout=body_timeout),
         created=now(),
+        strict=strict,
     )
     app = FastAPI(title="Anaphora", version="1", redirect_slashes=False)
     app.add_middleware(Gate, tenants=tenants, metrics=metrics)
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(EngineError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_route_error)
-    routers = chat_router, completions_router, models_router, tokens_router
-    for router in (*routers, pins_router, purge_router, adapters_router):
+    openai = chat_router, completions_router, responses_router, models_router, tokens_router
+    others = messages_router, databricks_router, vllm_router
+    for router in (*openai, *others, pins_router, purge_router, adapters_router):
         app.include_router(router(service))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.scope["path"], request.state.request_id)
 
 
 async def _answer_route_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        response = error_response(
-            RouteError(f"{request.method} is not allowed here; use {allowed}", status=405)
-        )
+        refusal = RouteError(f"{request.method} is not allowed here; use {allowed}", status=405)
+        response = await _answer_error(request, refusal)
         response.headers["allow"] = allowed
         return response
-    return error_response(
-        RouteError("there is no such route; see /openapi.json for all of them", status=404)
-    )
+    missing = RouteError("there is no such route; see /openapi.json for all of them", status=404)
+    return await _answer_error(request, missing)
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

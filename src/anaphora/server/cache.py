@@ -19,7 +19,6 @@ from anaphora.server.service import Service
 from anaphora.server.transport import unless_disconnected
 from anaphora.types import (
     CacheAnswer,
-    CacheCommand,
     CacheScope,
     EndPin,
     ListPins,
@@ -79,7 +78,10 @@ def purge_router(service: Service) -> APIRouter:
         body = await service.read(request, PurgeRequest)
         if body.model is not None:
             service.check_model(body.model)
-        return _purged(await service.llm.command(await _purge_command(service, request, body)))
+        command = await _purge_command(service, request, body)
+        if body.kind in ("all", "tenant"):  # what was said is as private as what was computed
+            service.responses.forget(command.tenant)
+        return _purged(await service.llm.command(command))
 
     @router.post("/reset_prefix_cache", response_model=None)
     async def reset_prefix_cache(
@@ -136,7 +138,7 @@ async def _warm(
         pass
 
 
-async def _purge_command(service: Service, request: Request, body: PurgeRequest) -> CacheCommand:
+async def _purge_command(service: Service, request: Request, body: PurgeRequest) -> PurgeCache:
     """What the engine is to do. Raises ``Forbidden`` for what is not the caller's."""
     own = request.state.tenant
     if body.kind == "all" or body.tenant not in (None, own):
@@ -157,7 +159,7 @@ async def _purge_command(service: Service, request: Request, body: PurgeRequest)
     return PurgeCache(tenant=tenant, prefix=prefix, scope=scope)
 
 
-def _purge_adapter(service: Service, body: PurgeRequest, tenant: str) -> CacheCommand:
+def _purge_adapter(service: Service, body: PurgeRequest, tenant: str) -> PurgeCache:
     adapter = service.llm.adapters.get(body.adapter or "")
     if adapter is None:
         raise UnknownModel(

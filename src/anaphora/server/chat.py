@@ -25,40 +25,56 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(request: Request) -> Response:
         """Answer a chat."""
-        body = await service.read(request, ChatRequest)
-        service.check_model(body.model)
-        params = body.sampling_params(service.llm.info.vocab_size)
-        prompt = await service.encode_chat(body.messages, body)
-        if not body.continue_final_message:  # where it is, the answer goes on inside the text
-            template = service.chat_template
-            params = template.reading(params, body.offered_tools(template.output_format))
-        generation = service.generation(
-            request,
-            [prompt],
-            params,
-            service.scope(request, body, body.model),
-            body.workload,
-            "messages",
-        )
-        answer = _ChatAnswer(service, body, generation, request.state.request_id)
-        if not body.stream:
-            content = await unless_disconnected(request.receive, answer.whole())
-            return json_response(content, headers=generation.headers())
-        events = answer.events()
-        first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(
-            first, events, request_id=request.state.request_id, headers=generation.headers()
-        )
+        return await answer_chat(service, request, await service.read(request, ChatRequest))
 
     return router
+
+
+async def begin_chat(service: Service, request: Request, body: ChatRequest) -> Generation:
+    """Check a chat, in whichever dialect it came, and make it ready to run.
+
+    Raises ``RequestError`` that names the field of ``body``.
+    """
+    service.check_model(body.model)
+    params = body.sampling_params(service.llm.info.vocab_size)
+    prompt = await service.encode_chat(body.messages, body)
+    if not body.continue_final_message:  # where it is, the answer goes on inside the text
+        template = service.chat_template
+        params = template.reading(params, body.offered_tools(template.output_format))
+    scope = service.scope(request, body, body.model)
+    return service.generation(request, [prompt], params, scope, body.workload, "messages")
+
+
+async def answer_chat(
+    service: Service, request: Request, body: ChatRequest, *, reasoning_in_content: bool = False
+) -> Response:
+    """The whole answer or a stream of chunks, as OpenAI's.
+
+    ``reasoning_in_content``: as Databricks has it, content is then a list of parts.
+    """
+    generation = await begin_chat(service, request, body)
+    request_id = request.state.request_id
+    answer = _ChatAnswer(service, body, generation, request_id, reasoning_in_content)
+    if not body.stream:
+        content = await unless_disconnected(request.receive, answer.whole())
+        return json_response(content, headers=generation.headers())
+    events = answer.events()
+    first = await unless_disconnected(request.receive, anext(events))
+    return EventStream(first, events, request_id=request_id, headers=generation.headers())
 
 
 class _ChatAnswer:
     """Formats one generation, whole or as chunks."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, generation: Generation, request_id: str
+        self,
+        service: Service,
+        body: ChatRequest,
+        generation: Generation,
+        request_id: str,
+        reasoning_in_content: bool,
     ) -> None:
+        self._reasoning_in_content = reasoning_in_content
         self._tokenizer = service.llm.tokenizer
         self._body = body
         self._generation = generation
@@ -72,7 +88,10 @@ class _ChatAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """The complete response body."""
-        choices = [_Choice(i, self._body) for i in range(self._generation.num_choices)]
+        choices = [
+            _Choice(i, self._body, self._reasoning_in_content)
+            for i in range(self._generation.num_choices)
+        ]
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 choices[delta.index].add(delta, self._logprobs(delta))
@@ -97,14 +116,16 @@ class _ChatAnswer:
                 if self._body.logprobs:
                     logprobs = {"content": self._logprobs(delta), "refusal": None}
                 if delta.reasoning:
-                    reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
-                    yield self._chunk([_chunk_choice(delta.index, reasoning)])
+                    added = _reasoning(delta.reasoning)
+                    if self._reasoning_in_content:
+                        added = {"content": [_reasoning_part(delta.reasoning)]}
+                    yield self._chunk([_chunk_choice(delta.index, added)])
                 if delta.text or (logprobs and logprobs["content"]):
                     text = {"content": delta.text}
                     yield self._chunk([_chunk_choice(delta.index, text, logprobs=logprobs)])
                 if delta.tool_calls:
-                    added = [calls[delta.index].add(call) for call in delta.tool_calls]
-                    yield self._chunk([_chunk_choice(delta.index, {"tool_calls": added})])
+                    pieces = [calls[delta.index].add(call) for call in delta.tool_calls]
+                    yield self._chunk([_chunk_choice(delta.index, {"tool_calls": pieces})])
                 if delta.finish_reason is not None:
                     reason = _finish_reason(delta.finish_reason, calls[delta.index])
                     last = _chunk_choice(delta.index, {}, finish_reason=reason)
@@ -140,7 +161,8 @@ class _ChatAnswer:
 class _Choice:
     """Puts one whole choice together."""
 
-    def __init__(self, index: int, body: ChatRequest) -> None:
+    def __init__(self, index: int, body: ChatRequest, reasoning_in_content: bool) -> None:
+        self._reasoning_in_content = reasoning_in_content
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls = ToolCalls()
@@ -161,12 +183,23 @@ class _Choice:
     def whole(self) -> dict[str, Any]:
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self._calls:
             message |= {"content": text or None, "tool_calls": self._calls.whole()}
+        if reasoning and self._reasoning_in_content:
+            parts = [{"type": "text", "text": text}] if text else []
+            message["content"] = [_reasoning_part(reasoning), *parts]
+        elif reasoning:
+            message |= _reasoning(reasoning)
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         return {**self._head, "message": message, "logprobs": logprobs, **self._end}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
 
 def _finish_reason(reason: FinishReason | None, calls: ToolCalls) -> str | None:

@@ -28,34 +28,41 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Continue one or more raw prompts."""
         body = await service.read(request, CompletionRequest)
-        service.check_model(body.model)
-        params = body.sampling_params(service.llm.info.vocab_size)
-        given = parse_prompts(body.prompt)
-        prompts = await service.encode_prompts(
-            given, add_special_tokens=body.add_special_tokens is not False
-        )
-        generation = service.generation(
-            request,
-            prompts,
-            params,
-            service.scope(request, body, body.model),
-            body.workload,
-            "prompt",
-        )
-        echoes = _echoes(service, given) if body.echo else [""] * len(given)
-        answer = _Completion(
-            service, body, generation, echoes, request_id=request.state.request_id, n=params.n
-        )
-        if not body.stream:
-            content = await unless_disconnected(request.receive, answer.whole())
-            return json_response(content, headers=generation.headers())
-        events = answer.events()
-        first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(
-            first, events, request_id=request.state.request_id, headers=generation.headers()
-        )
+        return await answer_completion(service, request, body)
 
     return router
+
+
+async def answer_completion(
+    service: Service, request: Request, body: CompletionRequest
+) -> Response:
+    """The whole answer or a stream of chunks, as OpenAI's."""
+    service.check_model(body.model)
+    params = body.sampling_params(service.llm.info.vocab_size)
+    given = parse_prompts(body.prompt)
+    prompts = await service.encode_prompts(
+        given, add_special_tokens=body.add_special_tokens is not False
+    )
+    generation = service.generation(
+        request,
+        prompts,
+        params,
+        service.scope(request, body, body.model),
+        body.workload,
+        "prompt",
+    )
+    echoes = _echoes(service, given) if body.echo else [""] * len(given)
+    answer = _Completion(
+        service, body, generation, echoes, request_id=request.state.request_id, n=params.n
+    )
+    if not body.stream:
+        content = await unless_disconnected(request.receive, answer.whole())
+        return json_response(content, headers=generation.headers())
+    events = answer.events()
+    first = await unless_disconnected(request.receive, anext(events))
+    return EventStream(
+        first, events, request_id=request.state.request_id, headers=generation.headers()
+    )
 
 
 def parse_prompts(prompt: object) -> list[Prompt]:

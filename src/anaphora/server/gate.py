@@ -11,9 +11,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anaphora.errors import Unauthorized
-from anaphora.server.envelope import error_response, log_failure
+from anaphora.server.envelope import dialect_of, error_response, log_failure
 from anaphora.server.metrics import Metrics
 from anaphora.server.tenants import Tenants
+from anaphora.server.unknown import IGNORED_HEADER
 
 logger = logging.getLogger("anaphora.access")
 
@@ -58,6 +59,7 @@ class Gate:
                 message["headers"] = [
                     *message["headers"],
                     (b"x-request-id", request_id.encode()),
+                    *_more_headers(scope, request_id),
                 ]
             await send(message)
 
@@ -67,22 +69,24 @@ class Gate:
             state["tenant"] = self._tenant(scope)
             await self._app(scope, receive, send_named)
         except Unauthorized as error:
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope["path"], request_id)(scope, receive, send_named)
         except ClientDisconnect:
             pass  # nobody is left to answer
         except Exception as error:
             log_failure(request_id, error)
             if status == _CLIENT_LEFT:
-                await error_response(error)(scope, receive, send_named)
+                await error_response(error, scope["path"], request_id)(scope, receive, send_named)
         finally:
             self._record(scope, request_id, status, time.perf_counter() - started)
 
     def _tenant(self, scope: Scope) -> str:
         if scope["path"] in _OPEN_PATHS:
             return ""
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        # two headers would leave open which one counts
-        return self._tenants.authenticate(values[0].decode("latin-1") if len(values) == 1 else None)
+        found = {value for name, value in scope["headers"] if name == b"authorization"}
+        found |= {b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"}
+        # two credentials would leave open which one counts
+        credential = found.pop().decode("latin-1") if len(found) == 1 else None
+        return self._tenants.authenticate(credential)
 
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "none")
@@ -93,3 +97,12 @@ class Gate:
         level = logging.DEBUG if route in _PROBES and status == 200 else logging.INFO
         method = scope["method"][:16]
         logger.log(level, "%s %s %d %.3fs %s", method, path, status, seconds, request_id)
+
+
+def _more_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
+    headers: list[tuple[bytes, bytes]] = []
+    if names := scope["state"].get("ignored_fields"):
+        headers.append((IGNORED_HEADER.encode(), ", ".join(names).encode("ascii")))
+    if dialect_of(scope["path"]) == "anthropic":
+        headers.append((b"request-id", request_id.encode()))
+    return headers

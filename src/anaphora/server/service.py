@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -14,7 +14,9 @@ from fastapi import Request
 from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, UnknownModel
 from anaphora.server.generation import Generation
 from anaphora.server.metrics import Metrics
+from anaphora.server.response_store import ResponseStore
 from anaphora.server.schemas import (
+    AnyBody,
     B,
     ChatMessage,
     Prompt,
@@ -24,6 +26,7 @@ from anaphora.server.schemas import (
 from anaphora.server.served import ServedChatTemplate, ServedLLM
 from anaphora.server.tenants import Tenants
 from anaphora.server.transport import BodyReader
+from anaphora.server.unknown import note_unknown
 from anaphora.types import CacheScope, SamplingParams, Workload, are_token_ids
 
 MAX_CHOICES_PER_REQUEST = 2048  # prompts times n
@@ -53,17 +56,26 @@ class Service:
         metrics: Metrics,
         bodies: BodyReader,
         created: int,
+        strict: bool = False,
     ) -> None:
         self.llm = llm
         self.model_names = tuple(model_names)
         self.tenants = tenants
         self.metrics = metrics
         self.created = created
+        self.strict = strict
+        self.responses = ResponseStore()
         self._bodies = bodies
 
-    async def read(self, request: Request, schema: type[B]) -> B:
-        """The checked body of ``request``."""
-        return await self._bodies.read(request, schema)
+    async def read(self, request: Request, schema: type[B], *, strict: bool | None = None) -> B:
+        """The checked body of ``request``. Unknown fields are refused if ``strict``."""
+        body = await self._bodies.read(request, schema)
+        note_unknown(request, body, strict=self.strict if strict is None else strict)
+        return body
+
+    async def read_fields(self, request: Request) -> dict[str, Any]:
+        """The body of ``request``, which can be of several kinds."""
+        return dict((await self._bodies.read(request, AnyBody)).model_extra or {})
 
     def check_admin(self, request: Request) -> None:
         """Raise ``Forbidden`` unless the key may do what concerns other tenants."""
