@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,7 +10,7 @@ import pytest
 
 from anaphora.server.fields import ACCEPTED_WITHOUT_EFFECT
 from anaphora.server.unknown import IGNORED_HEADER
-from tests.server.running import HELLO, Serve, check_error
+from tests.server.running import HELLO, Running, check_error, serving
 
 CHAT = {"model": "fake", "messages": HELLO, "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
@@ -33,9 +34,15 @@ def test_they_are_named(http: httpx.Client, path: str) -> None:
     assert IGNORED_HEADER not in http.post(path, json=BODIES[path]).headers
 
 
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    with serving() as serve:
+        yield serve(strict=True)
+
+
 @pytest.mark.parametrize("path", BODIES)
-def test_a_strict_server_refuses_them(serve: Serve, path: str) -> None:
-    with serve(strict=True).http() as http:
+def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
+    with strict.http() as http:
         assert http.post(path, json=BODIES[path]).status_code == 200
         response = http.post(path, json={**BODIES[path], "zzz": 1})
         if path.startswith("/v1/messages"):
@@ -64,9 +71,9 @@ def test_nested_ones_have_a_path(http: httpx.Client) -> None:
     assert response.headers[IGNORED_HEADER] == names
 
 
-def test_what_is_documented_as_without_effect_is_known(serve: Serve) -> None:
+def test_what_is_documented_as_without_effect_is_known(strict: Running) -> None:
     fields = {name: None for name in ACCEPTED_WITHOUT_EFFECT if "[" not in name and "." not in name}
-    with serve(strict=True).http() as http:
+    with strict.http() as http:
         response = http.post("/v1/chat/completions", json={**CHAT, **fields})
     assert response.status_code == 200
 

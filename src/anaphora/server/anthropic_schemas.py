@@ -46,22 +46,11 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Body):
-    """One block of content; which fields it needs follows from its type."""
+class TextBlock(Body):
+    """A block of text, and what is common to all blocks."""
 
     type: str
     text: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: SkipValidation[Any] = None
-    tool_use_id: str | None = None
-    content: (
-        Annotated[list[Block], Field(max_length=MAX_PARTS), BeforeValidator(as_parts)] | None
-    ) = None
-    is_error: bool | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    data: str | None = None
     cache_control: CacheControl | None = None
 
     def part(self, where: str) -> dict[str, Any]:
@@ -69,6 +58,22 @@ class Block(Body):
         if self.type != "text":
             raise unsupported(f"{where}.type", 'send blocks of type "text" here')
         return {"type": "text", "text": _required(self.text, f"{where}.text")}
+
+
+class Block(TextBlock):
+    """One block of content; which fields it needs follows from its type."""
+
+    id: str | None = None
+    name: str | None = None
+    input: SkipValidation[Any] = None
+    tool_use_id: str | None = None
+    content: (
+        Annotated[list[TextBlock], Field(max_length=MAX_PARTS), BeforeValidator(as_parts)] | None
+    ) = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
 
 
 class AnthropicMessage(Body):
@@ -107,7 +112,7 @@ class CountTokensRequest(Body):
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: (
-        Annotated[list[Block], Field(max_length=MAX_PARTS), BeforeValidator(as_parts)] | None
+        Annotated[list[TextBlock], Field(max_length=MAX_PARTS), BeforeValidator(as_parts)] | None
     ) = None
     tools: SkipValidation[Any] = None
     tool_choice: ToolChoice | None = None
