@@ -168,6 +168,15 @@ def test_reasoning_is_a_part_of_content(harmony: Running) -> None:
     assert ("".join(thoughts), "".join(texts)) == ("They want the weather. 🌦", "It is sunny ☀.")
 
 
+def test_names_may_have_slashes(serve: Serve) -> None:
+    server = serve("a=key-a", served_model_names=["org/model"])
+    with server.http() as http:
+        for name in ("org/model", "org%2Fmodel"):
+            invoked = http.post(f"/serving-endpoints/{name}/invocations", json={"prompt": "a"})
+            assert invoked.status_code == 200
+            assert http.get(f"/api/2.0/serving-endpoints/{name}").json()["name"] == "org/model"
+
+
 def test_calls_of_tools(harmony: Running) -> None:
     enqueue(harmony, HARMONY_CALL)
     with harmony.http() as http:

@@ -287,7 +287,7 @@ class TestMarks:
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(marks, "MAX_MARKS_OF_TENANT", 2)
-        monkeypatch.setattr(marks, "_FRESH", 2)  # always renewed
+        monkeypatch.setattr(marks, "_RENEWED_AFTER", -1)  # always renewed
         with serve().http() as http:
             for letter in "abca":
                 for _ in range(2):

@@ -20,9 +20,10 @@ def test_what_runs(http: httpx.Client) -> None:
 def test_server_info_is_for_the_admin(serve: Serve) -> None:
     server = serve("a=key-a", admin_key="root")
     with server.http() as http:
-        check_error(http.get("/server_info"), 403)
         admin = {"authorization": "Bearer root"}
-        assert http.get("/server_info", headers=admin).status_code == 200
+        for path in ("/server_info", "/load"):
+            check_error(http.get(path), 403)
+            assert http.get(path, headers=admin).status_code == 200
 
 
 def test_ping_tells_that_no_engine_is_there(serve: Serve) -> None:

@@ -34,7 +34,7 @@ def databricks_router(service: Service) -> APIRouter:
     """The routes, bound to ``service``."""
     router = APIRouter()
 
-    @router.post("/serving-endpoints/{name}/invocations", response_model=None)
+    @router.post("/serving-endpoints/{name:path}/invocations", response_model=None)
     async def invoke(request: Request, name: str) -> Response:
         """Answer a chat, or complete a prompt, whichever the body has."""
         fields = await _read(service, request)
@@ -64,20 +64,20 @@ def databricks_router(service: Service) -> APIRouter:
         """Refused: no endpoint here embeds."""
         raise InvalidRequest("no endpoint here is an embedding model; send a chat or a prompt")
 
-    @router.get("/api/2.0/serving-endpoints/{name}", response_model=None)
-    async def get_endpoint(name: str) -> Response:
-        """One endpoint."""
-        found = [endpoint for endpoint in endpoints(service) if endpoint["name"] == name]
-        if not found:
-            raise UnknownModel(f"Endpoint with name '{name[:_MAX_SHOWN_CHARS]}' does not exist.")
-        return json_response(found[0])
-
     @router.get("/serving-endpoints", response_model=None)
     @router.get("/api/2.0/serving-endpoints/", response_model=None, include_in_schema=False)
     @router.get("/api/2.0/serving-endpoints", response_model=None)
     async def list_endpoints() -> Response:
         """All endpoints."""
         return json_response({"endpoints": endpoints(service)})
+
+    @router.get("/api/2.0/serving-endpoints/{name:path}", response_model=None)
+    async def get_endpoint(name: str) -> Response:
+        """One endpoint."""
+        found = [endpoint for endpoint in endpoints(service) if endpoint["name"] == name]
+        if not found:
+            raise UnknownModel(f"Endpoint with name '{name[:_MAX_SHOWN_CHARS]}' does not exist.")
+        return json_response(found[0])
 
     return router
 

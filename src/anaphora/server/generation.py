@@ -37,6 +37,8 @@ class Generation:
         metrics: Metrics,
         field: str,
     ) -> None:
+        self.prompts = prompts
+        self.scope = scope
         self._params = params
         self._metrics = metrics
         self._prompt_lengths = [len(prompt) for prompt in prompts]

@@ -14,7 +14,7 @@ from anaphora.server.served import ServedLLM
 from anaphora.types import CacheScope, EndPin, PinPrefix
 
 MAX_MARKS_OF_TENANT = 64  # kept at a time; the one that was used longest ago gives way
-_FRESH = 0.9  # of its time: a mark with more left is not renewed
+_RENEWED_AFTER = 30.0  # seconds, or a tenth of its time: a younger mark is taken as it is
 
 _Key = tuple[CacheScope, bytes]
 
@@ -27,7 +27,7 @@ class _Kept:
 
     def is_fresh(self, seconds: float) -> bool:
         """Whether it lasts about as long as a new one of ``seconds`` would."""
-        return self.expires - time.monotonic() > _FRESH * seconds
+        return self.expires - time.monotonic() > seconds - min(_RENEWED_AFTER, seconds / 10)
 
 
 class MarkedPrefixes:

@@ -26,9 +26,16 @@ from anaphora.server.marks import MarkedPrefixes
 from anaphora.server.service import Service
 from anaphora.server.translate import naming
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
-from anaphora.types import CacheScope, CompletionDelta
+from anaphora.types import CompletionDelta
 
 Event = tuple[str, dict[str, Any]]
+# Kind of a delta → the field that has what is added. Signatures are empty.
+_ADDED = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial_json",
+}
 
 
 def messages_router(service: Service) -> APIRouter:
@@ -43,10 +50,8 @@ def messages_router(service: Service) -> APIRouter:
         translation = to_chat(body)
         with naming(NAMES, translation.places):
             generation = await begin_chat(service, request, translation.chat)
-            scope = service.scope(request, translation.chat, body.model)
-        answer = _Answer(body, translation, generation, request.state.request_id)
-        prefixes = await _marked_prefixes(service, translation)
-        events = answer.events(marked, prefixes, scope, service.llm.info.block_size)
+        answer = _Answer(service, body, translation, generation, request.state.request_id)
+        events = answer.events(marked)
         if not body.stream:
             content = await unless_disconnected(request.receive, _whole(events))
             return json_response(content, headers=generation.headers())
@@ -78,16 +83,13 @@ def messages_router(service: Service) -> APIRouter:
 
 
 async def _marked_prefixes(
-    service: Service, translation: Translation
-) -> list[tuple[list[int], int]]:
-    """Token ids up to the last mark of each lifetime, with its seconds, longer ones first.
+    service: Service, translation: Translation, prompt: Sequence[int]
+) -> list[tuple[Sequence[int], int]]:
+    """The parts of ``prompt`` up to the last mark of each lifetime, with its seconds, longer first.
 
     A beginning that the template cannot render by itself is not kept: marks are hints.
     """
-    if not translation.marks:
-        return []
     chat = translation.chat
-    prompt = await service.encode_chat(chat.messages, chat)
     prefixes = []
     for mark in {mark.seconds: mark for mark in translation.marks}.values():
         fields: dict[str, Any] = {"model": chat.model, "messages": mark.messages}
@@ -104,7 +106,9 @@ async def _marked_prefixes(
             alone = await service.encode_chat(messages, beginning)
         except InvalidRequest:
             continue
-        prefixes.append((prompt[: _num_equal(prompt, alone)], mark.seconds))
+        num_equal = _num_equal(prompt, alone)
+        if num_equal >= service.llm.info.block_size:
+            prefixes.append((prompt[:num_equal], mark.seconds))
     return prefixes
 
 
@@ -116,26 +120,26 @@ def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
 async def _whole(events: AsyncGenerator[Event, None]) -> dict[str, Any]:
     """The answer that a stream of ``events`` adds up to."""
     message: dict[str, Any] = {}
-    arguments: dict[int, str] = {}
+    pieces: list[list[str]] = []  # of each block
     async with aclosing(events):
         async for kind, event in events:
             if kind == "message_start":
                 message = event["message"]
             elif kind == "content_block_start":
                 message["content"].append(event["content_block"])
+                pieces.append([])
             elif kind == "content_block_delta":
-                block, delta = message["content"][event["index"]], event["delta"]
-                if delta["type"] == "input_json_delta":
-                    so_far = arguments.get(event["index"], "")
-                    arguments[event["index"]] = so_far + delta["partial_json"]
-                elif delta["type"] != "signature_delta":
-                    field = "text" if block["type"] == "text" else "thinking"
-                    block[field] += delta[field]
+                field = _ADDED[event["delta"]["type"]]
+                pieces[event["index"]].append(event["delta"][field])
             elif kind == "message_delta":
                 message |= event["delta"]
                 message["usage"] |= event["usage"]
-    for index, text in arguments.items():
-        message["content"][index]["input"] = _arguments(text)
+    for block, added in zip(message["content"], pieces, strict=True):
+        text = "".join(added)
+        if block["type"] == "tool_use":
+            block["input"] = _arguments(text)
+        else:
+            block[block["type"]] = text
     return message
 
 
@@ -159,12 +163,15 @@ class _Answer:
 
     def __init__(
         self,
+        service: Service,
         body: MessagesRequest,
         translation: Translation,
         generation: Generation,
         request_id: str,
     ) -> None:
+        self._service = service
         self._body = body
+        self._translation = translation
         self._tier = "batch" if translation.chat.workload == "batch" else "standard"
         self._generation = generation
         self._id = f"msg_{request_id}"
@@ -176,13 +183,7 @@ class _Answer:
         self._open: str | None = None  # the type of the block that is being written
         self._has_calls = False
 
-    async def events(
-        self,
-        marked: MarkedPrefixes,
-        prefixes: Sequence[tuple[list[int], int]],
-        scope: CacheScope,
-        block_size: int,
-    ) -> AsyncGenerator[Event, None]:
+    async def events(self, marked: MarkedPrefixes) -> AsyncGenerator[Event, None]:
         """All events of a stream."""
         has_started = False
         end: CompletionDelta | None = None
@@ -190,10 +191,7 @@ class _Answer:
             async for delta in deltas:
                 if not has_started:
                     has_started = True
-                    for prefix, seconds in prefixes:  # computed by now
-                        if len(prefix) >= block_size:
-                            kept = await marked.keep(prefix, scope, seconds)
-                            self._count_written(kept, seconds, block_size)
+                    await self._keep(marked)  # what was marked is computed by now
                     yield self._start()
                     yield "ping", {}
                 if self._body.max_tokens:
@@ -207,11 +205,16 @@ class _Answer:
         yield self._end(end)
         yield "message_stop", {}
 
-    def _count_written(self, num_kept: int, seconds: int, block_size: int) -> None:
+    async def _keep(self, marked: MarkedPrefixes) -> None:
+        """Pin what was marked, and count what of it was not cached before."""
+        [prompt], block_size = self._generation.prompts, self._service.llm.info.block_size
         cached = self._generation.usage()["prompt_tokens_details"]["cached_tokens"]
-        before = -(-cached // block_size) * block_size + sum(self._written.values())
-        ttl = next(name for name, value in MARK_SECONDS.items() if value == seconds)
-        self._written[ttl] = max(0, num_kept - before)
+        num_known = -(-cached // block_size) * block_size
+        for prefix, seconds in await _marked_prefixes(self._service, self._translation, prompt):
+            num_kept = await marked.keep(prefix, self._generation.scope, seconds)
+            ttl = next(name for name, value in MARK_SECONDS.items() if value == seconds)
+            self._written[ttl] = max(0, num_kept - num_known)
+            num_known = max(num_known, num_kept)
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic's counts add up to the prompt; OpenAI's cached tokens are part of it."""

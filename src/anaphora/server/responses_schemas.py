@@ -252,6 +252,10 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and isinstance(choice.get("tools"), list):  # "allowed_tools"
+        tools = [_tool_choice(tool) for tool in choice["tools"]]
+        allowed = {"mode": choice.get("mode"), "tools": tools}
+        return {"type": choice.get("type"), "allowed_tools": allowed}
     return choice
 
 

@@ -33,8 +33,10 @@ def vllm_router(service: Service) -> APIRouter:
         return json_response({"version": importlib.metadata.version("anaphora")})
 
     @router.get("/load", response_model=None)
-    async def load() -> Response:
-        """Sequences that are computed or wait."""
+    async def load(request: Request) -> Response:
+        """Sequences that are computed or wait; for the admin key alone, if there is one."""
+        if service.tenants.has_admin_key:  # as for /metrics
+            service.check_admin(request)
         stats = service.llm.stats()
         load = stats.num_running + stats.num_loading + stats.num_waiting
         return json_response({"server_load": load})
