@@ -230,7 +230,7 @@ def test_the_store_is_bounded_in_time_and_bytes() -> None:
     for number in range(5):
         store.add("a", {**one, "id": str(number)}, [])
     assert store.num_bytes == 3 * size
-    assert store.messages("a", "4") == []
+    assert store.messages("a", "4") == b"[]"
     for gone in ("0", "1"):
         with pytest.raises(UnknownResponse):
             store.body("a", gone)

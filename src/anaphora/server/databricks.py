@@ -117,6 +117,21 @@ def kind_of(fields: Mapping[str, Any]) -> type[ChatRequest] | type[CompletionReq
     raise InvalidRequest("messages is missing; send messages or a prompt", param="messages")
 
 
+async def read_as(
+    service: Service,
+    request: Request,
+    fields: Mapping[str, Any],
+    kind: type[ChatRequest] | type[CompletionRequest],
+    *,
+    strict: bool,
+) -> ChatRequest | CompletionRequest:
+    """The checked body of what ``kind_of`` found. Unknown fields are refused if ``strict``."""
+    body: ChatRequest | CompletionRequest
+    body = await service.translate(request, lambda: validate(kind, fields))
+    note_unknown(request, body, strict=strict)
+    return body
+
+
 async def answer_either(
     service: Service, request: Request, body: ChatRequest | CompletionRequest, **options: bool
 ) -> Response:
@@ -162,8 +177,7 @@ async def _answer(
     fields: Mapping[str, Any],
     kind: type[ChatRequest] | type[CompletionRequest],
 ) -> Response:
-    body: ChatRequest | CompletionRequest = validate(kind, fields)
-    note_unknown(request, body, strict=True)
+    body = await read_as(service, request, fields, kind, strict=True)
     response = await answer_either(service, request, body, reasoning_in_content=True)
     response.headers[SERVED_MODEL_HEADER] = body.model
     return response

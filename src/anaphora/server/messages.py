@@ -47,7 +47,7 @@ def messages_router(service: Service) -> APIRouter:
     async def create_message(request: Request) -> Response:
         """Answer a chat; what it marks with ``cache_control`` is kept for a while."""
         body = await service.read(request, MessagesRequest)
-        translation = to_chat(body)
+        translation = await service.translate(request, lambda: to_chat(body))
         with naming(NAMES, translation.places):
             generation = await begin_chat(service, request, translation.chat)
         answer = _Answer(service, body, translation, generation, request.state.request_id)
@@ -74,7 +74,7 @@ def messages_router(service: Service) -> APIRouter:
         """How many tokens the prompt of a message has; nothing is computed."""
         body = await service.read(request, CountTokensRequest)
         service.check_model(body.model)
-        translation = to_chat(body)
+        translation = await service.translate(request, lambda: to_chat(body))
         with naming(NAMES, translation.places):
             prompt = await service.encode_chat(translation.chat.messages, translation.chat)
         return json_response({"input_tokens": len(prompt)})

@@ -70,11 +70,9 @@ class ResponseStore:
         """The response as JSON. Raises ``UnknownResponse``."""
         return self._find(tenant, response_id, "response_id").body
 
-    def messages(self, tenant: str, response_id: str) -> list[dict[str, Any]]:
-        """The conversation up to a response. Raises ``UnknownResponse``."""
-        stored = self._find(tenant, response_id, "previous_response_id")
-        messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
-        return messages
+    def messages(self, tenant: str, response_id: str) -> bytes:
+        """The conversation up to a response, as JSON. Raises ``UnknownResponse``."""
+        return self._find(tenant, response_id, "previous_response_id").messages
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response. Raises ``UnknownResponse``."""

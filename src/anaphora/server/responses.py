@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from anaphora.errors import EngineError
@@ -50,7 +51,7 @@ def responses_router(service: Service) -> APIRouter:
         """How many tokens the prompt of a response has; nothing is computed."""
         body = await service.read(request, InputTokensRequest)
         service.check_model(body.model)
-        chat, places, _ = _conversation(service, request, body)
+        chat, places, _ = await _conversation(service, request, body)
         with naming(NAMES, places):
             prompt = await service.encode_chat(chat.messages, chat)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
@@ -73,7 +74,7 @@ def responses_router(service: Service) -> APIRouter:
 async def answer_response(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """The whole response or a stream of events; stored at the end unless ``store`` is false."""
     store = service.responses
-    chat, places, messages = _conversation(service, request, body)
+    chat, places, messages = await _conversation(service, request, body)
     with naming(NAMES, places):
         generation = await begin_chat(service, request, chat)
     block_size = service.llm.info.block_size if service.llm.info.enable_prefix_caching else 0
@@ -104,16 +105,21 @@ async def answer_response(service: Service, request: Request, body: ResponsesReq
     )
 
 
-def _conversation(
+async def _conversation(
     service: Service, request: Request, body: InputTokensRequest
 ) -> tuple[ChatRequest, list[str], list[dict[str, Any]]]:
     """The chat, where its messages were in the request, and those without the instructions."""
-    messages, places = own_messages(body)
-    history: list[dict[str, Any]] = []
+    stored = b"[]"
     if body.previous_response_id is not None:
-        history = service.responses.messages(request.state.tenant, body.previous_response_id)
-    chat, all_places = to_chat(body, history, messages, places)
-    return chat, all_places, [*history, *messages]
+        stored = service.responses.messages(request.state.tenant, body.previous_response_id)
+
+    def translate() -> tuple[ChatRequest, list[str], list[dict[str, Any]]]:
+        history: list[dict[str, Any]] = msgspec.json.decode(stored)
+        messages, places = own_messages(body)
+        chat, all_places = to_chat(body, history, messages, places)
+        return chat, all_places, [*history, *messages]
+
+    return await service.translate(request, translate, len(stored))
 
 
 async def _last(events: AsyncGenerator[Event, None]) -> dict[str, Any]:

@@ -77,6 +77,15 @@ class Service:
         """The body of ``request``, which can be of several kinds."""
         return dict((await self._bodies.read(request, AnyBody)).model_extra or {})
 
+    async def translate(self, request: Request, work: Callable[[], T], more: int = 0) -> T:
+        """Result of ``work`` on the body of ``request``, off the event loop if that is large.
+
+        ``more``: bytes that ``work`` takes beside the body.
+        """
+        # without a length the body came in chunks
+        length = int(request.headers.get("content-length", _MAX_INLINE_LENGTH + 1))
+        return await _off_loop(work, length + more)
+
     def check_admin(self, request: Request) -> None:
         """Raise ``Forbidden`` unless the key may do what concerns other tenants."""
         if not self.tenants.is_admin(request.state.tenant):

@@ -8,11 +8,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from anaphora.errors import EngineUnavailable
-from anaphora.server.databricks import answer_either, kind_of
+from anaphora.server.databricks import answer_either, kind_of, read_as
 from anaphora.server.envelope import json_response
 from anaphora.server.service import Service
-from anaphora.server.translate import validate
-from anaphora.server.unknown import note_unknown
 
 
 def vllm_router(service: Service) -> APIRouter:
@@ -52,8 +50,8 @@ def vllm_router(service: Service) -> APIRouter:
     async def invoke(request: Request) -> Response:
         """A chat or a completion, whichever the body is, as SageMaker sends them."""
         fields = await service.read_fields(request)
-        body = validate(kind_of(fields), fields)
-        note_unknown(request, body, strict=service.strict)
+        kind = kind_of(fields)
+        body = await read_as(service, request, fields, kind, strict=service.strict)
         return await answer_either(service, request, body)
 
     return router
