@@ -26,7 +26,7 @@ def server(smollm2_path, tmp_path_factory):
         str(smollm2_path), "--served-model-name", MODEL, "--kv-cache-memory", "64MiB",
         "--swap-space", "64MiB", "--disk-cache", str(folder / "disk"), "--disk-cache-size", "64MiB",
         "--api-key", f"ada={ADA}", "--api-key", f"ben={BEN}", "--metrics-tenants", "1",
-        "--public-prefix", str(folder / "public.txt"),
+        "--public-prefix", str(folder / "public.txt"), "--strict",
     ]  # fmt: skip
     with serving(folder, *arguments, key=ROOT, ANAPHORA_ADMIN_KEY=ROOT) as running:
         yield running
@@ -69,6 +69,11 @@ def test_it_says_what_each_tier_takes(server):
                   "tenants: 2, and an admin"):  # fmt: skip
         assert words in server.output
     assert ROOT not in server.output + server.errors
+
+
+def test_a_strict_server_refuses_unknown_fields(server):
+    body = {"model": MODEL, "prompt": "a", "zzz": 1}
+    assert check_error(ask(server, ADA, COMPLETIONS, body), 400)["param"] == "zzz"
 
 
 def test_another_tenant_has_never_seen_it(server):
@@ -153,6 +158,42 @@ def test_pins_belong_to_their_tenant(server):
     assert abs(listed["expires_at"] - pin["expires_at"]) <= 1
     assert ask(server, ADA, f"/cache/pins/{pin['id']}", None, "DELETE").json()["deleted"]
     assert server.metrics()["anaphora_kv_blocks_pinned"] == 0
+
+
+def test_marks_are_pins_and_counts_add_up_to_the_prompt(server):
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    system = [{"type": "text", "text": topic("a mark"), "cache_control": mark}]
+    turns = [{"role": "user", "content": "Hello"}]
+    body = {"model": MODEL, "system": system, "messages": turns}
+    count = ask(server, BEN, "/v1/messages/count_tokens", body).json()["input_tokens"]
+    body["max_tokens"] = 2
+    usages = [ask(server, BEN, "/v1/messages", body).json()["usage"] for _ in range(2)]
+    counts = [
+        (u["input_tokens"], u["cache_creation_input_tokens"], u["cache_read_input_tokens"])
+        for u in usages
+    ]
+    assert [sum(each) for each in counts] == [count, count]
+    assert counts[0][1] == usages[0]["cache_creation"]["ephemeral_1h_input_tokens"] > 16
+    assert counts[1][1] == 0
+    assert counts[1][2] >= counts[0][1]
+    [pin] = ask(server, BEN, "/cache/pins", None, "GET").json()["data"]
+    assert pin["pinned_tokens"] == counts[0][1]
+    assert ask(server, ADA, "/cache/pins", None, "GET").json()["data"] == []
+    long = [{**system[0], "text": topic("a mark") * 30}]
+    unpinned = ask(server, BEN, "/v1/messages", {**body, "system": long}).json()["usage"]
+    assert unpinned["cache_creation_input_tokens"] == 0  # over the quota: silently not kept
+    ask(server, BEN, f"/cache/pins/{pin['id']}", None, "DELETE").raise_for_status()
+
+
+def test_a_chain_of_responses_hits_what_it_said_before(server):
+    cached, previous = [], {}
+    for question in ("Why is the sky blue?", "And in the evening?", "And at night?"):
+        body = {"model": MODEL, "input": question, "max_output_tokens": 20, "temperature": 0}
+        answer = ask(server, ADA, "/v1/responses", {**body, **previous}).json()
+        previous = {"previous_response_id": answer["id"]}
+        cached.append(answer["usage"]["input_tokens_details"]["cached_tokens"])
+    assert cached[0] < cached[1] < cached[2]
+    check_error(ask(server, BEN, "/v1/responses", {**body, **previous}), 404)
 
 
 def test_more_pins_than_the_quota_are_refused(server):

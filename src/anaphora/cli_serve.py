@@ -114,6 +114,14 @@ AdminKey = Annotated[
         metavar="KEY",
     ),
 ]
+Strict = Annotated[
+    bool,
+    option(
+        "Refuse request fields that the route does not know, instead of ignoring them.",
+        "Server",
+        "--strict",
+    ),
+]
 SslCertfile = Annotated[
     Path | None, option("Certificate for TLS, PEM. [dim](no TLS)[/dim]", "Server", metavar="FILE")
 ]
@@ -295,6 +303,7 @@ def serve(
     cors_origin: CorsOrigins = (),  # type: ignore[assignment]
     log_format: LogFormatOption = "auto",
     otlp_traces_endpoint: OtlpTraces = None,
+    strict: Strict = False,
     enable_prefix_caching: PrefixCaching = _DEFAULTS.enable_prefix_caching,
     kv_cache_memory: CacheMemory = None,
     gpu_memory_utilization: MemoryShare = _DEFAULTS.gpu_memory_utilization,
@@ -377,6 +386,7 @@ def serve(
         metrics_tenants=metrics_tenants,
         tls=_tls(ssl_certfile, ssl_keyfile),
         cors_origins=tuple(cors_origin),
+        strict=strict,
         tracing=None if otlp_traces_endpoint is None else Tracing(otlp_traces_endpoint),
     )
     with contextlib.closing(_open_store(database)) as store:
@@ -409,6 +419,7 @@ class _Served:
     metrics_tenants: int
     tls: Tls | None
     cors_origins: tuple[str, ...]
+    strict: bool
     tracing: Tracing | None
 
 
@@ -436,6 +447,7 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
             metrics_tenants=served.metrics_tenants,
             cors_origins=served.cors_origins,
             tracing=served.tracing,
+            strict=served.strict,
         )
         service = web_app.state.service
         Console().print(_resolved(served, llm.info, service, store, url_of(sock, served.tls)))

@@ -15,6 +15,7 @@ AnaphoraError
 │   ├── UnknownModel       404, model_not_found
 │   ├── Forbidden          403, the key is not an admin's
 │   ├── UnknownPin         404, there is no such pin
+│   ├── UnknownResponse    404, there is no such stored response
 │   ├── NotFound           404, the database has no such tenant, key, file or batch
 │   ├── NotKept            501, the server has no database
 │   ├── Conflict           409, there is one of that name already
@@ -118,6 +119,13 @@ class UnknownPin(RequestError):
 
     status = 404
     code = "pin_not_found"
+
+
+class UnknownResponse(RequestError):
+    """The tenant has no stored response of this id (404)."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class QuotaExceeded(RequestError):

@@ -54,6 +54,23 @@ def test_a_client_that_leaves_is_aborted_within_a_second(
     assert len(set(server.llm.aborted)) == num_prompts
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "path", ["/v1/messages", "/v1/responses", "/serving-endpoints/fake/invocations"]
+)
+def test_in_every_dialect(serve: Serve, path: str, stream: bool) -> None:
+    server = serve(llm=slow_llm())
+    server.llm.enqueue("x" * 100_000)
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 100_000}
+    if path == "/v1/responses":
+        body = {"input": "hello"}
+    sock = server.send(path, {"model": "fake", **body, "stream": stream})
+    wait_until(lambda: server.llm.stats().num_running == 1)
+    sock.close()
+    wait_until(lambda: server.llm.stats().num_running == 0)
+    assert len(server.llm.aborted) == 1
+
+
 def test_a_client_that_leaves_before_the_first_token_is_aborted(serve: Serve) -> None:
     server = serve(llm=FakeLLM(token_delay=3600))
     for stream in (True, False):

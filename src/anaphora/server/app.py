@@ -16,19 +16,25 @@ from anaphora.server.adapter_schemas import LoadAdapterRequest, UnloadAdapterReq
 from anaphora.server.adapters import adapters_router
 from anaphora.server.admin import admin_router, usage_router
 from anaphora.server.admin_schemas import NewKey, NewLimits, NewTenant
+from anaphora.server.anthropic_schemas import CountTokensRequest, MessagesRequest
 from anaphora.server.batches import CreateBatch, batches_router
 from anaphora.server.cache import pins_router, purge_router
 from anaphora.server.cache_schemas import PinRequest, PurgeRequest
 from anaphora.server.chat import chat_router
 from anaphora.server.completions import completions_router
+from anaphora.server.databricks import databricks_router
 from anaphora.server.endpoints import Endpoint, Endpoints, named_after_model
 from anaphora.server.envelope import RouteError, error_response
 from anaphora.server.files import files_router
 from anaphora.server.gate import Gate
 from anaphora.server.limits import Limiter
+from anaphora.server.messages import messages_router
 from anaphora.server.metrics import Metrics
 from anaphora.server.models import models_router, tokens_router
+from anaphora.server.responses import responses_router
+from anaphora.server.responses_schemas import InputTokensRequest, ResponsesRequest
 from anaphora.server.schemas import (
+    AnyBody,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -41,10 +47,20 @@ from anaphora.server.store import Store
 from anaphora.server.tenants import Tenants
 from anaphora.server.tracing import Tracing
 from anaphora.server.transport import BODY_TIMEOUT, MAX_BODY_BYTES, BodyReader
+from anaphora.server.vllm import vllm_router
 
 _BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/serving-endpoints/{name}/invocations": AnyBody,
+    "/serving-endpoints/chat/completions": ChatRequest,
+    "/serving-endpoints/completions": CompletionRequest,
+    "/serving-endpoints/responses": ResponsesRequest,
+    "/invocations": AnyBody,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/cache/pins": PinRequest,
@@ -70,6 +86,7 @@ def create_app(
     metrics_tenants: int = 0,
     cors_origins: Sequence[str] = (),
     tracing: Tracing | None = None,
+    strict: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout: float = BODY_TIMEOUT,
 ) -> FastAPI:
@@ -79,7 +96,9 @@ def create_app(
     stopped. Clients name ``endpoints``; without any, the model goes by ``served_model_names``, or
     by ``llm.info.name`` if there are none. ``store`` keeps keys, limits and usage; without it
     nothing is kept. At most ``max_requests`` run and wait at a time. In ``/metrics`` the first
-    ``metrics_tenants`` tenants are labels. Web pages of ``cors_origins`` may read answers.
+    ``metrics_tenants`` tenants are labels. Web pages of ``cors_origins`` may read
+    answers. A body's unknown fields are refused if ``strict``, else ignored and named in a
+    header.
     """
     weights = weights or Weights()
     metrics = Metrics(llm, num_tenants=metrics_tenants)
@@ -93,6 +112,7 @@ def create_app(
         weights=weights,
         bodies=BodyReader(max_bytes=max_body_bytes, timeout=body_timeout),
         created=now(),
+        strict=strict,
     )
     app = FastAPI(title="Anaphora", version="1", redirect_slashes=False)
     app.state.service = service
@@ -108,31 +128,30 @@ def create_app(
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(EngineError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_route_error)
-    routers = chat_router, completions_router, models_router, tokens_router
-    operators = pins_router, purge_router, adapters_router, admin_router, usage_router
+    openai = chat_router, completions_router, responses_router, models_router, tokens_router
+    others = messages_router, databricks_router, vllm_router
     kept = files_router, batches_router
-    for router in (*routers, *operators, *kept):
+    operators = pins_router, purge_router, adapters_router, admin_router, usage_router
+    for router in (*openai, *others, *kept, *operators):
         app.include_router(router(service))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.scope["path"], request.state.request_id)
 
 
 async def _answer_route_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        response = error_response(
-            RouteError(f"{request.method} is not allowed here; use {allowed}", status=405)
-        )
+        refusal = RouteError(f"{request.method} is not allowed here; use {allowed}", status=405)
+        response = await _answer_error(request, refusal)
         response.headers["allow"] = allowed
         return response
-    return error_response(
-        RouteError("there is no such route; see /openapi.json for all of them", status=404)
-    )
+    missing = RouteError("there is no such route; see /openapi.json for all of them", status=404)
+    return await _answer_error(request, missing)
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from anaphora.server.service import Service
 from anaphora.server.transport import unless_disconnected
 from anaphora.types import (
     CacheAnswer,
-    CacheCommand,
     CacheScope,
     EndPin,
     ListPins,
@@ -80,7 +79,10 @@ def purge_router(service: Service) -> APIRouter:
     async def purge(request: Request) -> Response:
         """Forget and erase everything, a tenant's blocks or what begins with a prefix."""
         body = await service.read(request, PurgeRequest)
-        return _purged(await service.llm.command(await _purge_command(service, request, body)))
+        command = await _purge_command(service, request, body)
+        if body.kind in ("all", "tenant"):  # what was said is as private as what was computed
+            service.responses.forget(command.tenant)
+        return _purged(await service.llm.command(command))
 
     @router.post("/reset_prefix_cache", response_model=None)
     async def reset_prefix_cache(
@@ -144,7 +146,7 @@ async def _warm(
         pass
 
 
-async def _purge_command(service: Service, request: Request, body: PurgeRequest) -> CacheCommand:
+async def _purge_command(service: Service, request: Request, body: PurgeRequest) -> PurgeCache:
     """What the engine is to do. Raises ``Forbidden`` for what is not the caller's."""
     own = request.state.tenant
     endpoint = None if body.model is None else service.endpoint(request, body.model)
@@ -165,7 +167,7 @@ async def _purge_command(service: Service, request: Request, body: PurgeRequest)
     return PurgeCache(tenant=tenant, prefix=prefix, scope=scope)
 
 
-def _purge_adapter(service: Service, body: PurgeRequest, tenant: str) -> CacheCommand:
+def _purge_adapter(service: Service, body: PurgeRequest, tenant: str) -> PurgeCache:
     adapter = service.llm.adapters.get(body.adapter or "")
     if adapter is None:
         raise UnknownModel(

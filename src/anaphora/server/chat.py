@@ -12,7 +12,6 @@ from anaphora.server.envelope import json_response
 from anaphora.server.generation import Generation
 from anaphora.server.logprobs import chat_logprobs, prompt_logprobs
 from anaphora.server.schemas import ChatRequest
-from anaphora.server.served import ServedTokenizer
 from anaphora.server.service import Service, now
 from anaphora.server.tools import ToolCalls
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
@@ -26,39 +25,41 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(request: Request) -> Response:
         """Answer a chat."""
-        body = await service.read(request, ChatRequest)
-        endpoint = service.endpoint(request, body.model)
-        params = service.sampling_params(body)
-        prompt = await service.encode_chat(body.messages, body)
-        prompt = body.truncate(prompt, service.llm.info.max_model_len)
-        params = service.reading(body, params)
-        generation = service.generation(
-            request,
-            endpoint,
-            [prompt],
-            params,
-            service.scope(request, body, endpoint),
-            body.workload,
-            "messages",
-        )
-        answer = _ChatAnswer(
-            service.llm.tokenizer,
-            body,
-            generation,
-            prompt,
-            request.state.request_id,
-            service.fingerprint(endpoint),
-        )
-        if not body.stream:
-            content = await unless_disconnected(request.receive, answer.whole())
-            return json_response(content, headers=generation.headers())
-        events = answer.events()
-        first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(
-            first, events, request_id=request.state.request_id, headers=generation.headers()
-        )
+        return await answer_chat(service, request, await service.read(request, ChatRequest))
 
     return router
+
+
+async def begin_chat(service: Service, request: Request, body: ChatRequest) -> Generation:
+    """Check a chat, in whichever dialect it came, and make it ready to run.
+
+    Raises ``RequestError`` that names the field of ``body``.
+    """
+    endpoint = service.endpoint(request, body.model)
+    params = service.sampling_params(body)
+    prompt = await service.encode_chat(body.messages, body)
+    prompt = body.truncate(prompt, service.llm.info.max_model_len)
+    params = service.reading(body, params)
+    scope = service.scope(request, body, endpoint)
+    return service.generation(request, endpoint, [prompt], params, scope, body.workload, "messages")
+
+
+async def answer_chat(
+    service: Service, request: Request, body: ChatRequest, *, reasoning_in_content: bool = False
+) -> Response:
+    """The whole answer or a stream of chunks, as OpenAI's.
+
+    ``reasoning_in_content``: as Databricks has it, content is then a list of parts.
+    """
+    generation = await begin_chat(service, request, body)
+    request_id = request.state.request_id
+    answer = _ChatAnswer(service, body, generation, request_id, reasoning_in_content)
+    if not body.stream:
+        content = await unless_disconnected(request.receive, answer.whole())
+        return json_response(content, headers=generation.headers())
+    events = answer.events()
+    first = await unless_disconnected(request.receive, anext(events))
+    return EventStream(first, events, request_id=request_id, headers=generation.headers())
 
 
 class _ChatAnswer:
@@ -66,28 +67,31 @@ class _ChatAnswer:
 
     def __init__(
         self,
-        tokenizer: ServedTokenizer,
+        service: Service,
         body: ChatRequest,
         generation: Generation,
-        prompt: list[int],
         request_id: str,
-        fingerprint: str,
+        reasoning_in_content: bool,
     ) -> None:
-        self._prompt = prompt
-        self._tokenizer = tokenizer
+        self._prompt = generation.prompts[0]
+        self._reasoning_in_content = reasoning_in_content
+        self._tokenizer = service.llm.tokenizer
         self._body = body
         self._generation = generation
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{request_id}",
             "created": now(),
             "model": body.model,
-            "system_fingerprint": fingerprint,
+            "system_fingerprint": service.fingerprint(generation.endpoint),
             "service_tier": generation.service_tier,
         }
 
     async def whole(self) -> dict[str, Any]:
         """The complete response body."""
-        choices = [_Choice(i, self._body) for i in range(self._generation.num_choices)]
+        choices = [
+            _Choice(i, self._body, self._reasoning_in_content)
+            for i in range(self._generation.num_choices)
+        ]
         of_prompt: tuple[TokenLogprob, ...] = ()
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
@@ -127,14 +131,16 @@ class _ChatAnswer:
                 if self._body.logprobs:
                     logprobs = {"content": self._logprobs(delta), "refusal": None}
                 if delta.reasoning:
-                    reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
-                    yield self._chunk([_chunk_choice(delta.index, reasoning)])
+                    added = _reasoning(delta.reasoning)
+                    if self._reasoning_in_content:
+                        added = {"content": [_reasoning_part(delta.reasoning)]}
+                    yield self._chunk([_chunk_choice(delta.index, added)])
                 if delta.text or (logprobs and logprobs["content"]):
                     text = {"content": delta.text}
                     yield self._chunk([_chunk_choice(delta.index, text, logprobs=logprobs)])
                 if delta.tool_calls:
-                    added = [calls[delta.index].add(call) for call in delta.tool_calls]
-                    yield self._chunk([_chunk_choice(delta.index, {"tool_calls": added})])
+                    pieces = [calls[delta.index].add(call) for call in delta.tool_calls]
+                    yield self._chunk([_chunk_choice(delta.index, {"tool_calls": pieces})])
                 if delta.finish_reason is not None:
                     reason = _finish_reason(delta.finish_reason, calls[delta.index], self._body)
                     last = _chunk_choice(delta.index, {}, finish_reason=reason)
@@ -171,7 +177,8 @@ class _ChatAnswer:
 class _Choice:
     """Puts one whole choice together."""
 
-    def __init__(self, index: int, body: ChatRequest) -> None:
+    def __init__(self, index: int, body: ChatRequest, reasoning_in_content: bool) -> None:
+        self._reasoning_in_content = reasoning_in_content
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -195,13 +202,24 @@ class _Choice:
     def whole(self) -> dict[str, Any]:
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self._calls:
             message |= {"content": text or None, "tool_calls": self._calls.whole()}
+        if reasoning and self._reasoning_in_content:
+            parts = [{"type": "text", "text": text}] if text else []
+            message["content"] = [_reasoning_part(reasoning), *parts]
+        elif reasoning:
+            message |= _reasoning(reasoning)
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         more = {"token_ids": self._token_ids} if self._body.return_token_ids else {}
         return {**self._head, "message": message, "logprobs": logprobs, **self._end, **more}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
 
 def _finish_reason(reason: FinishReason | None, calls: ToolCalls, body: ChatRequest) -> str | None:

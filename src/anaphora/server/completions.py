@@ -13,7 +13,6 @@ from anaphora.server.envelope import describe, json_response
 from anaphora.server.generation import Generation
 from anaphora.server.logprobs import CompletionLogprobs, prompt_logprobs
 from anaphora.server.schemas import CompletionRequest, Prompt
-from anaphora.server.served import ServedTokenizer
 from anaphora.server.service import MAX_CHOICES_PER_REQUEST, Service, now
 from anaphora.server.transport import EventStream, encode_event, unless_disconnected
 from anaphora.types import CompletionDelta, TokenLogprob
@@ -29,44 +28,44 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Continue one or more raw prompts."""
         body = await service.read(request, CompletionRequest)
-        endpoint = service.endpoint(request, body.model)
-        params = service.sampling_params(body)
-        given = parse_prompts(body.prompt)
-        encoded = await service.encode_prompts(
-            given, add_special_tokens=body.add_special_tokens is not False
-        )
-        prompts = [body.truncate(prompt, service.llm.info.max_model_len) for prompt in encoded]
-        generation = service.generation(
-            request,
-            endpoint,
-            prompts,
-            params,
-            service.scope(request, body, endpoint),
-            body.workload,
-            "prompt",
-        )
-        is_cut = body.truncate_prompt_tokens is not None
-        echoes = _echoes(service, prompts if is_cut else given) if body.echo else [""] * len(given)
-        answer = _Completion(
-            service.llm.tokenizer,
-            body,
-            generation,
-            echoes,
-            prompts,
-            request_id=request.state.request_id,
-            fingerprint=service.fingerprint(endpoint),
-            n=params.n,
-        )
-        if not body.stream:
-            content = await unless_disconnected(request.receive, answer.whole())
-            return json_response(content, headers=generation.headers())
-        events = answer.events()
-        first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(
-            first, events, request_id=request.state.request_id, headers=generation.headers()
-        )
+        return await answer_completion(service, request, body)
 
     return router
+
+
+async def answer_completion(
+    service: Service, request: Request, body: CompletionRequest
+) -> Response:
+    """The whole answer or a stream of chunks, as OpenAI's."""
+    endpoint = service.endpoint(request, body.model)
+    params = service.sampling_params(body)
+    given = parse_prompts(body.prompt)
+    encoded = await service.encode_prompts(
+        given, add_special_tokens=body.add_special_tokens is not False
+    )
+    prompts = [body.truncate(prompt, service.llm.info.max_model_len) for prompt in encoded]
+    generation = service.generation(
+        request,
+        endpoint,
+        prompts,
+        params,
+        service.scope(request, body, endpoint),
+        body.workload,
+        "prompt",
+    )
+    is_cut = body.truncate_prompt_tokens is not None
+    echoes = _echoes(service, prompts if is_cut else given) if body.echo else [""] * len(given)
+    answer = _Completion(
+        service, body, generation, echoes, request_id=request.state.request_id, n=params.n
+    )
+    if not body.stream:
+        content = await unless_disconnected(request.receive, answer.whole())
+        return json_response(content, headers=generation.headers())
+    events = answer.events()
+    first = await unless_disconnected(request.receive, anext(events))
+    return EventStream(
+        first, events, request_id=request.state.request_id, headers=generation.headers()
+    )
 
 
 def parse_prompts(prompt: object) -> list[Prompt]:
@@ -118,24 +117,22 @@ class _Completion:
 
     def __init__(
         self,
-        tokenizer: ServedTokenizer,
+        service: Service,
         body: CompletionRequest,
         generation: Generation,
         echoes: Sequence[str],
-        prompts: Sequence[Sequence[int]],
         *,
         request_id: str,
-        fingerprint: str,
         n: int,
     ) -> None:
         self._body = body
         self._echoed: set[int] = set()  # choices whose prompt has its log-probabilities
         self._generation = generation
-        self._tokenizer = tokenizer
+        self._tokenizer = service.llm.tokenizer
         self._echo_of_choice = [echo for echo in echoes for _ in range(n)]
-        self._prompt_of_choice = [prompt for prompt in prompts for _ in range(n)]
+        self._prompt_of_choice = [prompt for prompt in generation.prompts for _ in range(n)]
         self._logprobs = [
-            CompletionLogprobs(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+            CompletionLogprobs(service.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
             for _ in range(generation.num_choices)
         ]
         self._head: dict[str, Any] = {
@@ -143,7 +140,7 @@ class _Completion:
             "object": "text_completion",
             "created": now(),
             "model": body.model,
-            "system_fingerprint": fingerprint,
+            "system_fingerprint": service.fingerprint(generation.endpoint),
             "service_tier": generation.service_tier,
         }
 

@@ -1,4 +1,4 @@
-"""Every error as OpenAI's body: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Every error as a body of the API that its route belongs to, OpenAI's for most."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import Response
@@ -27,6 +27,44 @@ _JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a bo
 _MAX_SHOWN_FIELD_CHARS = 64
 # Fields that hold objects with the client's own keys: an error there names the field alone.
 _FIELDS_WITH_FREE_KEYS = ("logit_bias", "chat_template_kwargs")
+
+
+# Whose words a route speaks.
+Dialect = Literal["openai", "anthropic", "databricks"]
+_OVERLOADED = 529  # what Anthropic's clients know 503 as
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_DATABRICKS_CODES = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "RESOURCE_DOES_NOT_EXIST",
+    429: "REQUEST_LIMIT_EXCEEDED",
+    500: "INTERNAL_ERROR",
+    503: "TEMPORARILY_UNAVAILABLE",
+}
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect of a path, whether there is such a route or not."""
+    if f"{path}/".startswith("/v1/messages/"):
+        return "anthropic"
+    return "databricks" if path.startswith(("/serving-endpoints", "/api/2.0/")) else "openai"
+
+
+class UnknownField(InvalidRequest):
+    """A field that the route does not know, where such are refused (400)."""
+
+    code = "unknown_parameter"
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field} is not a field of this route; leave it out", param=field)
 
 
 class BodyTooLargeError(RequestError):
@@ -62,30 +100,51 @@ def unsupported(field: str, fix: str) -> InvalidRequest:
     )
 
 
-def error_body(error: Exception) -> bytes:
+def error_body(error: Exception, dialect: Dialect = "openai", request_id: str = "") -> bytes:
     """The envelope. An error not raised on purpose shows nothing of its content."""
+    return msgspec.json.encode(error_object(error, dialect, request_id))
+
+
+def error_object(error: Exception, dialect: Dialect, request_id: str) -> dict[str, Any]:
+    """The same before it is encoded."""
+    is_ours = isinstance(error, RequestError | EngineError)
+    message = str(error) if is_ours else "the server failed on this request; send it again"
+    if dialect == "anthropic":
+        kind = _ANTHROPIC_TYPES.get(_status(error), "invalid_request_error")
+        inner = {"type": kind, "message": message}
+        return {"type": "error", "error": inner, "request_id": request_id}
+    if dialect == "databricks":
+        if isinstance(error, UnknownField):
+            message = f'json: unknown field "{error.param}"'
+        code = _DATABRICKS_CODES.get(_status(error), "BAD_REQUEST")
+        return {"error_code": code, "message": message}
     body = {
-        "message": "the server failed on this request; send it again",
-        "type": "server_error",
+        "message": message,
+        "type": error.kind if isinstance(error, RequestError | EngineError) else "server_error",
         "param": error.param if isinstance(error, RequestError) else None,
-        "code": None,
+        "code": error.code if isinstance(error, RequestError | EngineError) else None,
     }
-    if isinstance(error, RequestError | EngineError):
-        body |= {"message": str(error), "type": error.kind, "code": error.code}
-    return msgspec.json.encode({"error": body})
+    return {"error": body}
 
 
-def error_response(error: Exception) -> Response:
-    """The whole answer for ``error``: status, envelope and headers."""
+def _status(error: Exception) -> int:
+    return error.status if isinstance(error, RequestError | EngineError) else 500
+
+
+def error_response(error: Exception, path: str = "", request_id: str = "") -> Response:
+    """The whole answer for ``error`` on a path: status, envelope and headers."""
+    dialect = dialect_of(path)
     headers: dict[str, str] = {}
     if isinstance(error, EngineUnavailable | RateLimited):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if isinstance(error, RateLimited):
         headers |= {"retry-after-ms": str(math.ceil(error.retry_after * 1000)), **error.headers}
-    status = error.status if isinstance(error, RequestError | EngineError) else 500
+    status = _status(error)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return json_response(error_body(error), status=status, headers=headers)
+    if dialect == "anthropic" and status == 503:
+        status = _OVERLOADED
+    return json_response(error_body(error, dialect, request_id), status=status, headers=headers)
 
 
 def json_response(
@@ -111,8 +170,7 @@ def translate(error: ValidationError) -> InvalidRequest:
     if not param:
         return InvalidRequest("the body is not a JSON object; send an object")
     if first["type"] == "extra_forbidden":
-        param = param[:_MAX_SHOWN_FIELD_CHARS]
-        return InvalidRequest(f"{param} is not a field of this route; leave it out", param=param)
+        return UnknownField(param[:_MAX_SHOWN_FIELD_CHARS])
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing; add it", param=param)
     return InvalidRequest(

@@ -11,11 +11,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anaphora.errors import EngineUnavailable, Unauthorized
-from anaphora.server.envelope import error_response, log_failure
+from anaphora.server.envelope import dialect_of, error_response, log_failure
 from anaphora.server.internal import internal_of
 from anaphora.server.metrics import Metrics
 from anaphora.server.tenants import Caller, Tenants
 from anaphora.server.tracing import Tracing
+from anaphora.server.unknown import IGNORED_HEADER
 
 logger = logging.getLogger("anaphora.access")
 
@@ -75,6 +76,7 @@ class Gate:
                 message["headers"] = [
                     *message["headers"],
                     (b"x-request-id", request_id.encode()),
+                    *_more_headers(scope, request_id),
                 ]
             await send(message)
 
@@ -87,13 +89,13 @@ class Gate:
             self._drain.check(scope["path"])
             await self._app(scope, receive, send_named)
         except (Unauthorized, EngineUnavailable) as error:
-            await error_response(error)(scope, receive, send_named)
+            await error_response(error, scope["path"], request_id)(scope, receive, send_named)
         except ClientDisconnect:
             pass  # nobody is left to answer
         except Exception as error:
             log_failure(request_id, error)
             if status == _CLIENT_LEFT:
-                await error_response(error)(scope, receive, send_named)
+                await error_response(error, scope["path"], request_id)(scope, receive, send_named)
         finally:
             seconds = time.perf_counter() - started
             self._record(scope, request_id, status, seconds)
@@ -104,9 +106,11 @@ class Gate:
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in _OPEN_PATHS:
             return Caller("")
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        # two headers would leave open which one counts
-        return self._tenants.authenticate(values[0].decode("latin-1") if len(values) == 1 else None)
+        found = {value for name, value in scope["headers"] if name == b"authorization"}
+        found |= {b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"}
+        # two credentials would leave open which one counts
+        credential = found.pop().decode("latin-1") if len(found) == 1 else None
+        return self._tenants.authenticate(credential)
 
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         if internal_of(scope) is not None:
@@ -150,3 +154,12 @@ class Drain:
 
 def _route_of(scope: Scope) -> str:
     return getattr(scope.get("route"), "path", "none")
+
+
+def _more_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
+    headers: list[tuple[bytes, bytes]] = []
+    if names := scope["state"].get("ignored_fields"):
+        headers.append((IGNORED_HEADER.encode(), ", ".join(names).encode("ascii")))
+    if dialect_of(scope["path"]) == "anthropic":
+        headers.append((b"request-id", request_id.encode()))
+    return headers

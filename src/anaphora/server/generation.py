@@ -12,6 +12,7 @@ import msgspec
 
 from anaphora.errors import ContextTooLong, EngineDied
 from anaphora.server.diagnostics import cache_headers, diagnostics
+from anaphora.server.endpoints import Endpoint
 from anaphora.server.fields import SERVED_TIERS
 from anaphora.server.meter import Meter
 from anaphora.server.metrics import Metrics
@@ -46,6 +47,10 @@ class Generation:
         field: str,
         urgent_in: float | None = None,
     ) -> None:
+        self.prompts = prompts
+        self.scope = scope
+        self.prompts = prompts
+        self.scope = scope
         self._params = params
         self._metrics = metrics
         self._meter = meter
@@ -72,6 +77,11 @@ class Generation:
             if error.param == "prompt":
                 error.param = field
             raise
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What the request named as its model."""
+        return self._meter.asked.endpoint
 
     @property
     def num_choices(self) -> int:

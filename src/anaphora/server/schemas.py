@@ -7,6 +7,7 @@ because clients send many.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SkipValidation,
     ValidationError,
     model_validator,
@@ -46,17 +48,20 @@ REASONING_EFFORTS = ("low", "medium", "high")
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 _INT32 = 2**31 - 1
+_MAX_KEPT_NAMES, _MAX_KEPT_NAME_CHARS = 64, 128  # of unknown fields
 
 Prompt = str | list[int]
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """A string as a list of one."""
     if not isinstance(value, str | list | None):
         raise PydanticCustomError("union", "must be a string or an array of strings")
     return [value] if isinstance(value, str) else value
 
 
-def _as_parts(value: Any) -> Any:
+def as_parts(value: Any) -> Any:
+    """A string as a list of one part of text."""
     if not isinstance(value, str | list | None):
         raise PydanticCustomError("union", "must be a string or an array of text parts")
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
@@ -66,6 +71,23 @@ class Body(BaseModel):
     """What all bodies share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    _forgotten: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def extra_names(self) -> Collection[str]:
+        """Names of the fields that are not declared."""
+        return self._forgotten or (self.model_extra or {}).keys()
+
+    def forget_extra(self) -> None:
+        """Keep a few names alone: unknown fields can be large, and bodies live for long."""
+        extra = self.model_extra or {}
+        self._forgotten = tuple(name[:_MAX_KEPT_NAME_CHARS] for name in extra)[:_MAX_KEPT_NAMES]
+        extra.clear()
+
+
+class AnyBody(Body):
+    """An object."""
 
 
 B = TypeVar("B", bound=Body)
@@ -104,7 +126,7 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
-    stop: Annotated[list[str], BeforeValidator(_as_list)] | None = None
+    stop: Annotated[list[str], BeforeValidator(as_list)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -133,7 +155,7 @@ class SamplingBody(Body):
     @model_validator(mode="after")
     def _check(self) -> SamplingBody:
         refuse_unsupported(self.model_extra or {})
-        (self.model_extra or {}).clear()  # unknown fields can be large, and bodies live for long
+        self.forget_extra()
         if self.stream_options is not None:
             if not self.stream:
                 raise InvalidRequest(
@@ -274,7 +296,7 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
-        Annotated[list[ContentPart], Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] | None
+        Annotated[list[ContentPart], Field(max_length=MAX_PARTS), BeforeValidator(as_parts)] | None
     ) = None
     tool_calls: SkipValidation[Any] = None  # checked by hand, where the model has them
 

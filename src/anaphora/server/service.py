@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -24,7 +24,9 @@ from anaphora.server.limits import Limiter
 from anaphora.server.meter import Asked, Meter
 from anaphora.server.metrics import Metrics
 from anaphora.server.registry import LimitTerms, Registry, stored_keys
+from anaphora.server.response_store import ResponseStore
 from anaphora.server.schemas import (
+    AnyBody,
     B,
     ChatMessage,
     Prompt,
@@ -36,6 +38,7 @@ from anaphora.server.served import ServedChatTemplate, ServedLLM
 from anaphora.server.store import Store
 from anaphora.server.tenants import KnownKey, Tenants
 from anaphora.server.transport import BodyReader
+from anaphora.server.unknown import note_unknown
 from anaphora.server.usage import UsageLog
 from anaphora.types import CacheScope, PurgeCache, SamplingParams, Workload, are_token_ids
 
@@ -71,6 +74,7 @@ class Service:
         weights: Weights,
         bodies: BodyReader,
         created: int,
+        strict: bool = False,
     ) -> None:
         self.llm = llm
         self.endpoints = endpoints
@@ -87,6 +91,8 @@ class Service:
         self.limiter.update(endpoints.limits())
         if self.usage_log is not None:
             metrics.watch(self.usage_log)
+        self.strict = strict
+        self.responses = ResponseStore()
         self._bodies = bodies
 
     @property
@@ -136,9 +142,24 @@ class Service:
         if self.usage_log is not None:
             self.usage_log.close()
 
-    async def read(self, request: Request, schema: type[B]) -> B:
-        """The checked body of ``request``."""
-        return await self._bodies.read(request, schema)
+    async def read(self, request: Request, schema: type[B], *, strict: bool | None = None) -> B:
+        """The checked body of ``request``. Unknown fields are refused if ``strict``."""
+        body = await self._bodies.read(request, schema)
+        note_unknown(request, body, strict=self.strict if strict is None else strict)
+        return body
+
+    async def read_fields(self, request: Request) -> dict[str, Any]:
+        """The body of ``request``, which can be of several kinds."""
+        return dict((await self._bodies.read(request, AnyBody)).model_extra or {})
+
+    async def translate(self, request: Request, work: Callable[[], T], more: int = 0) -> T:
+        """Result of ``work`` on the body of ``request``, off the event loop if that is large.
+
+        ``more``: bytes that ``work`` takes beside the body.
+        """
+        # without a length the body came in chunks
+        length = int(request.headers.get("content-length", _MAX_INLINE_LENGTH + 1))
+        return await _off_loop(work, length + more)
 
     def check_admin(self, request: Request) -> None:
         """Raise ``Forbidden`` unless the key may do what concerns other tenants."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -100,13 +100,18 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-def encode_event(content: object) -> bytes:
+def encode_event(content: object, name: str = "") -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    line = f"event: {name}\n" if name else ""
+    return line.encode() + b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _error_event(error: Exception) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events, closed by ``[DONE]`` or by an error event.
+    """Server-sent events, closed by ``end`` or by an error event.
 
     Takes the first event apart from the others: whoever awaited it can still answer with an error
     status. Closes ``events`` however the response ends.
@@ -121,7 +126,11 @@ class EventStream(Response):
         *,
         request_id: str,
         headers: Mapping[str, str],
+        error_event: Callable[[Exception], bytes] = _error_event,
+        end: bytes = b"data: [DONE]\n\n",
     ) -> None:
+        self._error_event = error_event
+        self._end = end
         self._first = first
         self._events = events
         self._request_id = request_id
@@ -147,9 +156,9 @@ class EventStream(Response):
         except Exception as error:  # the status is sent, so the stream itself must tell
             if not isinstance(error, RequestError | EngineError):
                 log_failure(self._request_id, error)
-            last = b"data: " + error_body(error) + b"\n\n"
+            last = self._error_event(error)
         else:
-            last = b"data: [DONE]\n\n"
+            last = self._end
         await _send_part(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
