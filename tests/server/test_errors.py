@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from anaphora.errors import EngineDied, QuotaExceeded
+from anaphora.errors import EngineDied, QuotaExceeded, StoreUnavailable
+from anaphora.server.endpoints import Endpoint
+from anaphora.server.registry import LimitTerms, Registry
+from anaphora.server.store import MEMORY, Store
 from tests.server.running import HELLO, Running, serving
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
@@ -82,10 +87,32 @@ def while_dead(server: Running, http: httpx.Client, dialect: str) -> httpx.Respo
     return response
 
 
+def limited(server: Running, http: httpx.Client, dialect: str) -> httpx.Response:
+    return post(http, dialect, model="limited")
+
+
+def without_database(_: Running, __: httpx.Client, dialect: str) -> httpx.Response:
+    with serving() as serve, serve().http() as http:
+        return http.get("/v1/files")
+
+
+def without_a_disk(server: Running, http: httpx.Client, dialect: str) -> httpx.Response:
+    with pytest.MonkeyPatch.context() as patch:
+        failing = StoreUnavailable("the database failed (disk I/O error)")
+        patch.setattr(Store, "read", Mock(side_effect=failing))
+        return http.get("/v1/files")
+
+
 OPENAI_ONLY = {
     "the key may not do this": only_openai("POST", "/cache/purge", json={"scope": "all"}),
     "the tenant has no such stored response": only_openai("GET", "/v1/responses/resp_x"),
     "the tenant has no such pin": only_openai("DELETE", "/cache/pins/pin_x"),
+    "the tenant has no such file or batch": only_openai("GET", "/v1/files/file-x"),
+    "there is one of that name, or it cannot be changed any more": only_openai(
+        "POST", "/admin/tenants", json={"name": "taken"}, headers={"authorization": "Bearer root"}
+    ),
+    "the server has no database for it": without_database,
+    "the database cannot be read or written": without_a_disk,
 }
 CASES: dict[str, Ask] = {
     "a field has a wrong type or value": sending(temperature=9),
@@ -102,6 +129,7 @@ CASES: dict[str, Ask] = {
     "the body came too slowly": slow,
     "the body is over 4 MiB": route("POST", content=b" " * 30_000, headers=JSON),
     "the body is not declared as JSON, or compressed": route("POST", content=b"{}"),
+    "beyond a limit of requests or tokens a minute, or at a time; see `retry-after`": limited,
     "beyond a quota": raising(QuotaExceeded("too much")),
     "the request was lost with its engine process": raising(EngineDied("it died"), "x"),
     "a fault of ours": raising(ValueError("canary"), "x"),
@@ -111,10 +139,14 @@ CASES: dict[str, Ask] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving() as serve:
+    store = Store(MEMORY)
+    Registry(store).add_tenant("taken")
+    nobody = Endpoint(name="limited", limits=LimitTerms(requests_per_minute=0))
+    with contextlib.closing(store), serving() as serve:
         yield serve(
-            "a=key-a", admin_key="root", strict=True, max_body_bytes=20_000, body_timeout=0.2
-        )
+            "a=key-a", admin_key="root", strict=True, max_body_bytes=20_000, body_timeout=0.2,
+            store=store, endpoints=[Endpoint(name="fake"), nobody],
+        )  # fmt: skip
 
 
 def told(response: httpx.Response, dialect: str) -> tuple[str, ...]:
@@ -158,4 +190,4 @@ def test_the_table_is_true(server: Running, when: str) -> None:
 
 
 def test_the_table_is_complete() -> None:
-    assert list(rows()) == list(CASES)
+    assert set(rows()) == set(CASES)
