@@ -425,7 +425,7 @@ class _Served:
 
 async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.socket) -> None:
     from anaphora.async_llm import AsyncLLM
-    from anaphora.server.app import create_app
+    from anaphora.server.app import MAX_REQUESTS, create_app
     from anaphora.server.listen import build_server, url_of
 
     # uvicorn shuts down gracefully and then raises the signal again; without a handler that would
@@ -443,7 +443,7 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
             endpoints=() if terms is None else terms.endpoints,
             store=store,
             weights=served.config.weights,
-            max_requests=None if terms is None else terms.max_requests,
+            max_requests=MAX_REQUESTS if terms is None else terms.max_requests,
             metrics_tenants=served.metrics_tenants,
             cors_origins=served.cors_origins,
             tracing=served.tracing,

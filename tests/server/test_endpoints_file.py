@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from anaphora.capacity import Capacity, CapacityFile
@@ -126,3 +128,11 @@ def test_two_endpoints_of_one_name_and_names_of_adapters(tmp_path):
     llm = FakeLLM()
     with pytest.raises(ConfigError, match="give each name once"):
         Endpoints(llm, [Endpoint(name="a"), Endpoint(name="a")])
+
+
+def test_the_documents_example_is_a_file_that_can_be_served(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    config = read_config(write(tmp_path, text.split("```yaml")[1].split("```")[0]), CAPACITY)
+    assert [endpoint.name for endpoint in config.endpoints] == [
+        "support", "gold", "legal", "nightly",
+    ]  # fmt: skip

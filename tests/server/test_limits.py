@@ -27,7 +27,7 @@ def clock():
 
 
 def limiter(clock, terms=None, **options):
-    made = Limiter(cached_weight=0.1, clock=clock, **options)
+    made = Limiter(cached_weight=0.1, clock=clock, **({"max_requests": 100} | options))
     made.update(terms or {})
     return made
 

@@ -49,6 +49,8 @@ from anaphora.server.tracing import Tracing
 from anaphora.server.transport import BODY_TIMEOUT, MAX_BODY_BYTES, BodyReader
 from anaphora.server.vllm import vllm_router
 
+MAX_REQUESTS = 4096  # at a time: beyond, waiting only costs memory
+
 _BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -82,7 +84,7 @@ def create_app(
     endpoints: Sequence[Endpoint] = (),
     store: Store | None = None,
     weights: Weights | None = None,
-    max_requests: int | None = None,
+    max_requests: int = MAX_REQUESTS,
     metrics_tenants: int = 0,
     cors_origins: Sequence[str] = (),
     tracing: Tracing | None = None,

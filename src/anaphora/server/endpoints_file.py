@@ -61,7 +61,7 @@ class _Endpoint(_Section):
 
 class _File(_Section):
     model: str | None = None
-    max_requests: int | None = Field(None, ge=1)
+    max_requests: int = Field(4096, ge=1)
     cached_token_weight: float = Field(0.1, ge=0, le=1, strict=False)
     endpoints: list[_Endpoint] = Field(min_length=1)
 
@@ -74,7 +74,7 @@ class ServerConfig:
     endpoints: tuple[Endpoint, ...]
     weights: Weights
     bought_capacity: tuple[BoughtCapacity, ...]
-    max_requests: int | None
+    max_requests: int
 
 
 def read_config(path: Path, capacity: Capacity | None) -> ServerConfig:

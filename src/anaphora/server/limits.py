@@ -62,7 +62,7 @@ class Limiter:
         self,
         *,
         cached_weight: float,
-        max_requests: int | None = None,
+        max_requests: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``max_requests`` bounds the requests of all tenants together, running and waiting."""
@@ -80,7 +80,7 @@ class Limiter:
     def admit(self, tenant: str, endpoint: str, num_input: int, num_output: int) -> Reservation:
         """Takes a request's share. Raises ``RateLimited`` and then has taken nothing."""
         now = self._clock()
-        if self._max_requests is not None and self._num_running >= self._max_requests:
+        if self._num_running >= self._max_requests:
             raise RateLimited(
                 f"the server has {self._num_running} requests, as many as it takes at a time; try "
                 "again soon",
