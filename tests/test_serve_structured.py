@@ -155,7 +155,7 @@ def test_a_fresh_engine_learns_the_vocabulary_too(server, client: openai.OpenAI)
     os.kill(pid, signal.SIGKILL)
     with server.http() as http:
         wait_until(
-            lambda: server.engine_pid not in (None, pid) and http.get("/health").is_success,
+            lambda: server.engine_pid not in (None, pid) and http.get("/ready").is_success,
             seconds=TIMEOUT,
         )
     answer = client.chat.completions.create(

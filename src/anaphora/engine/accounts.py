@@ -126,6 +126,8 @@ class Accounts:
     def remove(self, seq: Sequence) -> None:
         """A sequence has ended."""
         account = seq.account
+        if not seq.num_generated_tokens and seq.num_charged_tokens > seq.num_computed_tokens:
+            self._charge(seq, seq.num_computed_tokens - seq.num_charged_tokens)  # paid in advance
         if seq in account.waiting:
             del account.waiting[seq]
             self.num_waiting -= 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import datetime
 import tempfile
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ def admin_router(service: Service) -> APIRouter:
     @router.get("/tenants", response_model=None)
     async def list_tenants(request: Request) -> Response:
         """All tenants of the database."""
-        data = await asyncio.to_thread(registry(request).tenants)
+        data = await service.store.run(registry(request).tenants)
         return json_response({"object": "list", "data": data})
 
     @router.post("/tenants", response_model=None)
@@ -43,21 +41,21 @@ def admin_router(service: Service) -> APIRouter:
         """A new tenant, as yet without a key."""
         found = registry(request)
         body = await service.read(request, NewTenant)
-        await asyncio.to_thread(found.add_tenant, body.name)
+        await service.store.run(found.add_tenant, body.name)
         await service.refresh()
         return json_response({"object": "tenant", "name": body.name})
 
     @router.delete("/tenants/{name}", response_model=None)
     async def remove_tenant(request: Request, name: str) -> Response:
         """Ends its keys and limits and erases what is cached for it; its usage stays."""
-        await asyncio.to_thread(registry(request).remove_tenant, name)
+        await service.store.run(registry(request).remove_tenant, name)
         await service.refresh()
         return json_response({"object": "tenant.deleted", "name": name, "deleted": True})
 
     @router.get("/keys", response_model=None)
     async def list_keys(request: Request, tenant: str | None = None) -> Response:
         """Keys without their secrets."""
-        keys = await asyncio.to_thread(registry(request).keys, tenant)
+        keys = await service.store.run(registry(request).keys, tenant)
         return json_response({"object": "list", "data": list(map(describe_key, keys))})
 
     @router.post("/keys", response_model=None)
@@ -65,7 +63,7 @@ def admin_router(service: Service) -> APIRouter:
         """A new key; its secret is in this answer and nowhere else."""
         found = registry(request)
         body = await service.read(request, NewKey)
-        key, secret = await asyncio.to_thread(
+        key, secret = await service.store.run(
             found.create_key, body.tenant, is_admin=body.admin, seconds=body.expires_in_seconds
         )
         await service.refresh()
@@ -74,14 +72,14 @@ def admin_router(service: Service) -> APIRouter:
     @router.delete("/keys/{key_id}", response_model=None)
     async def revoke_key(request: Request, key_id: str) -> Response:
         """The key opens nothing from now on; requests that run end as they would."""
-        await asyncio.to_thread(registry(request).revoke_key, key_id)
+        await service.store.run(registry(request).revoke_key, key_id)
         await service.refresh()
         return json_response({"object": "key.deleted", "id": key_id, "deleted": True})
 
     @router.get("/limits", response_model=None)
     async def list_limits(request: Request) -> Response:
         """The limits of the database; those of endpoints are in the operator's file."""
-        limits = await asyncio.to_thread(registry(request).limits)
+        limits = await service.store.run(registry(request).limits)
         data = [
             {"tenant": tenant, "endpoint": endpoint, **dataclasses.asdict(terms)}
             for (tenant, endpoint), terms in limits.items()
@@ -93,7 +91,7 @@ def admin_router(service: Service) -> APIRouter:
         """Replaces the limits of a tenant at an endpoint; without any, nothing limits it there."""
         found = registry(request)
         body = await service.read(request, NewLimits)
-        await asyncio.to_thread(found.set_limits, body.tenant, body.endpoint, body.terms)
+        await service.store.run(found.set_limits, body.tenant, body.endpoint, body.terms)
         await service.refresh()
         return json_response({"object": "limits", **body.model_dump()})
 
@@ -124,19 +122,21 @@ def usage_router(service: Service) -> APIRouter:
         if format not in _FORMATS:
             raise InvalidRequest(f"format must be one of {', '.join(_FORMATS)}", param="format")
         if service.usage_log is not None:
-            await asyncio.to_thread(service.usage_log.flush)
+            await service.store.run(service.usage_log.flush)
         if format == "json":
             names = [name for name in by.split(",") if name]
             prices = service.endpoints.prices()
-            data = await asyncio.to_thread(totals, service.store, names, which, prices)
+            data = await service.store.run(totals, service.store, names, which, prices)
             return json_response({"object": "list", "data": data})
         batches = rows(service.store, which)
         if format == "csv":
-            return StreamingResponse(_in_threads(csv_chunks(batches)), media_type="text/csv")
+            return StreamingResponse(
+                service.store.iterate(csv_chunks(batches)), media_type="text/csv"
+            )
         with tempfile.NamedTemporaryFile(suffix=".parquet", delete=False) as file:
             path = Path(file.name)
         try:
-            await asyncio.to_thread(write_parquet, batches, path)
+            await service.store.run(write_parquet, batches, path)
         except BaseException:
             path.unlink()
             raise
@@ -170,8 +170,3 @@ def parse_time(field: str, text: str | None) -> float | None:
             param=field,
         ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
-
-
-async def _in_threads(chunks: Iterator[str]) -> AsyncIterator[bytes]:
-    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-        yield chunk.encode()

@@ -95,21 +95,23 @@ class BatchRunner:
                 try:
                     now = self._clock()
                     if self._tasks:
-                        self._states = await asyncio.to_thread(
+                        self._states = await self._store.run(
                             self._batches.renew, list(self._tasks), _CLAIM_SECONDS
                         )
                     if now >= next_sweep:
-                        await asyncio.to_thread(self._files.sweep)
+                        await self._store.run(self._files.sweep)
                         next_sweep = now + _SWEEP_SECONDS
                     await self._claim()
                 except StoreUnavailable as error:
                     logger.warning("batches wait: %s", error)
+                except Exception as error:  # other batches go on
+                    log_failure("batches", error)
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
             await self._stop(recording)
 
     async def _claim(self) -> None:
-        found = await asyncio.to_thread(self._batches.claim, self._server, _CLAIM_SECONDS)
+        found = await self._store.run(self._batches.claim, self._server, _CLAIM_SECONDS)
         for batch in found:
             self._states[batch.id] = batch.status
             task = asyncio.create_task(self._guard(batch))
@@ -123,7 +125,7 @@ class BatchRunner:
         recording.cancel()
         await asyncio.gather(recording, return_exceptions=True)
         with contextlib.suppress(StoreUnavailable):
-            await asyncio.to_thread(self._batches.renew, claimed, 0.0)
+            await self._store.run(self._batches.renew, claimed, 0.0)
 
     async def _guard(self, batch: Batch) -> None:
         try:
@@ -158,7 +160,7 @@ class BatchRunner:
     async def _write(self, batch_id: str, outcomes: list[Outcome]) -> None:
         while True:
             try:
-                return await asyncio.to_thread(self._batches.record, batch_id, outcomes)
+                return await self._store.run(self._batches.record, batch_id, outcomes)
             except StoreUnavailable as error:
                 logger.warning("results of %s wait: %s", batch_id, error)
             await asyncio.sleep(_RETRY_SECONDS)
@@ -182,8 +184,10 @@ class _Run:
         batch, runner = self._batch, self._runner
         if batch.status == "validating" and not await self._validate():
             return
-        progress = (await asyncio.to_thread(runner._batches.progress, [batch.id]))[batch.id]
-        batch = self._batch = await asyncio.to_thread(runner._batches.get, batch.tenant, batch.id)
+        progress = (await self._runner._store.run(runner._batches.progress, [batch.id]))[batch.id]
+        batch = self._batch = await self._runner._store.run(
+            runner._batches.get, batch.tenant, batch.id
+        )
         self._num_left = batch.total - progress.completed - progress.failed
         await self._run_lines()
         status: Status = "completed"
@@ -192,7 +196,7 @@ class _Run:
         elif self._is_cancelled:
             status = "cancelled"
         rest = None if status == "completed" else (lambda line: _undone(batch, line, status))
-        await asyncio.to_thread(runner._batches.finish, batch, status, rest)
+        await self._runner._store.run(runner._batches.finish, batch, status, rest)
 
     @property
     def _is_cancelled(self) -> bool:
@@ -204,7 +208,7 @@ class _Run:
 
     async def _validate(self) -> bool:
         batch, runner = self._batch, self._runner
-        found = await asyncio.to_thread(
+        found = await self._runner._store.run(
             BatchInput, runner._files, batch.input_file_id, batch.endpoint
         )
         if not found.errors:
@@ -214,10 +218,10 @@ class _Run:
                 unknown = {"code": "model_not_found", "message": str(error)}
                 found.errors.append({**unknown, "param": "body.model", "line": 1})
         if found.errors:
-            await asyncio.to_thread(runner._batches.fail, batch.id, found.errors)
+            await self._runner._store.run(runner._batches.fail, batch.id, found.errors)
             return False
-        lines = await asyncio.to_thread(list, found.lines)
-        await asyncio.to_thread(
+        lines: list[dict[str, Any]] = await self._runner._store.run(list, found.lines)
+        await self._runner._store.run(
             runner._batches.begin, batch.id, found.model, lines, found.num_lines
         )
         return True
@@ -226,7 +230,7 @@ class _Run:
         position = -1
         async with asyncio.TaskGroup() as group:
             while not self._must_end:
-                page = await asyncio.to_thread(
+                page = await self._runner._store.run(
                     self._runner._batches.pending, self._batch.id, position
                 )
                 if not page:
@@ -250,7 +254,7 @@ class _Run:
 
     async def _read_body(self, line: Line) -> bytes:
         read, file_id = self._runner._files.read_range, self._batch.input_file_id
-        content = await asyncio.to_thread(read, file_id, line.start, line.length)
+        content = await self._runner._store.run(read, file_id, line.start, line.length)
         return msgspec.json.encode(msgspec.json.decode(content)["body"])
 
     async def _run_line(self, line: Line, body: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from typing import Any, Literal
@@ -84,7 +83,7 @@ def batches_router(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1/batches")
 
     async def answer(batch: Batch) -> Response:
-        progress = await asyncio.to_thread(BatchStore(service.store).progress, [batch.id])
+        progress = await service.store.run(BatchStore(service.store).progress, [batch.id])
         return json_response(describe_batch(batch, progress[batch.id]))
 
     @router.post("", response_model=None)
@@ -94,7 +93,7 @@ def batches_router(service: Service) -> APIRouter:
         body = await service.read(request, CreateBatch)
         values, caller = body.values(), request.state.caller
         try:
-            file = await asyncio.to_thread(
+            file = await service.store.run(
                 FileStore(service.store).get, caller.tenant, body.input_file_id
             )
         except NotFound as error:
@@ -104,11 +103,11 @@ def batches_router(service: Service) -> APIRouter:
                 f"input_file_id is a file of the purpose {file.purpose}; upload one for batch",
                 param="input_file_id",
             )
-        if await asyncio.to_thread(store.num_open, caller.tenant) >= MAX_OPEN:
+        if await service.store.run(store.num_open, caller.tenant) >= MAX_OPEN:
             raise RateLimited(
                 f"you have {MAX_OPEN} batches that have not ended; wait for one", retry_after=60.0
             )
-        batch = await asyncio.to_thread(
+        batch = await service.store.run(
             lambda: store.create(tenant=caller.tenant, key_id=caller.key_id, **values)
         )
         return await answer(batch)
@@ -120,8 +119,8 @@ def batches_router(service: Service) -> APIRouter:
         """The tenant's batches, the newest first."""
         size = parse_limit(limit, _MAX_LISTED)
         store = BatchStore(service.store)
-        page = await asyncio.to_thread(store.page, request.state.tenant, after, size)
-        progress = await asyncio.to_thread(store.progress, [batch.id for batch in page])
+        page = await service.store.run(store.page, request.state.tenant, after, size)
+        progress = await service.store.run(store.progress, [batch.id for batch in page])
         data = [describe_batch(batch, progress[batch.id]) for batch in page]
         return json_response(list_page(data, size))
 
@@ -129,13 +128,13 @@ def batches_router(service: Service) -> APIRouter:
     async def get_batch(request: Request, batch_id: str) -> Response:
         """One of them."""
         store = BatchStore(service.store)
-        return await answer(await asyncio.to_thread(store.get, request.state.tenant, batch_id))
+        return await answer(await service.store.run(store.get, request.state.tenant, batch_id))
 
     @router.post("/{batch_id}/cancel", response_model=None)
     async def cancel_batch(request: Request, batch_id: str) -> Response:
         """No further line begins; those that run end."""
         store = BatchStore(service.store)
-        return await answer(await asyncio.to_thread(store.cancel, request.state.tenant, batch_id))
+        return await answer(await service.store.run(store.cancel, request.state.tenant, batch_id))
 
     return router
 

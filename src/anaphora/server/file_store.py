@@ -40,7 +40,7 @@ class FileStore:
     """Files of all tenants; each sees its own. All methods block."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
+        self.store = store
         self._clock = clock
 
     def begin(self, tenant: str, filename: str, purpose: str, seconds: float | None = None) -> str:
@@ -49,7 +49,7 @@ class FileStore:
         Raises ``InvalidRequest`` if the tenant has as many as it may.
         """
         now = self._clock()
-        with self._store.write() as connection:
+        with self.store.write() as connection:
             mine = FILES.c.tenant == tenant
             query = select(func.count(), func.coalesce(func.sum(FILES.c.bytes), 0)).where(mine)
             num_files, num_bytes = connection.execute(query).one()
@@ -63,7 +63,7 @@ class FileStore:
 
     def append(self, file_id: str, number: int, data: bytes) -> None:
         """Adds the chunk ``number``."""
-        with self._store.write() as connection:
+        with self.store.write() as connection:
             row = {"file_id": file_id, "number": number, "data": data}
             connection.execute(insert(FILE_CHUNKS), row)
 
@@ -71,7 +71,7 @@ class FileStore:
         self, file_id: str, num_bytes: int, *, purpose: str, filename: str, seconds: float | None
     ) -> File:
         """All of it is there."""
-        with self._store.write() as connection:
+        with self.store.write() as connection:
             created = select(FILES.c.created_at).where(FILES.c.id == file_id)
             created_at = connection.execute(created).scalar_one()
             values = {
@@ -90,7 +90,7 @@ class FileStore:
         query = select(*_COLUMNS).where(
             FILES.c.id == file_id, FILES.c.tenant == tenant, FILES.c.is_complete
         )
-        with self._store.read() as connection:
+        with self.store.read() as connection:
             row = connection.execute(query).first()
         if row is None or (row.expires_at is not None and row.expires_at <= self._clock()):
             raise NotFound(f"there is no file {file_id[:64]!r}", param="file_id")
@@ -109,7 +109,7 @@ class FileStore:
             place, known = tuple_(*order), tuple_(last.created_at, last.id)
             query = query.where(place > known if ascending else place < known)
         query = query.order_by(*[c if ascending else c.desc() for c in order])
-        with self._store.read() as connection:
+        with self.store.read() as connection:
             return [File(*row) for row in connection.execute(query.limit(limit + 1))]
 
     def read(self, file_id: str) -> Iterator[bytes]:
@@ -127,7 +127,7 @@ class FileStore:
             .where(FILE_CHUNKS.c.file_id == file_id, FILE_CHUNKS.c.number.between(first, last))
             .order_by(FILE_CHUNKS.c.number)
         )
-        with self._store.read() as connection:
+        with self.store.read() as connection:
             data = b"".join(connection.execute(query).scalars())
         offset = start - first * CHUNK_BYTES
         return data[offset : offset + length]
@@ -135,7 +135,7 @@ class FileStore:
     def delete(self, tenant: str, file_id: str) -> None:
         """Raises ``NotFound``, and ``Conflict`` while a batch needs it."""
         self.get(tenant, file_id)
-        with self._store.write() as connection:
+        with self.store.write() as connection:
             needed = select(BATCHES.c.id).where(
                 BATCHES.c.input_file_id == file_id, BATCHES.c.status.in_(OPEN_STATES)
             )
@@ -150,23 +150,23 @@ class FileStore:
         old = (FILES.c.expires_at <= now) | (
             ~FILES.c.is_complete & (FILES.c.created_at < now - _UPLOAD_SECONDS)
         )
-        with self._store.read() as connection:
+        with self.store.read() as connection:
             query = select(FILES.c.id).where(old, FILES.c.id.not_in(needed))
             ids = list(connection.execute(query).scalars())
         if ids:
-            with self._store.write() as connection:
+            with self.store.write() as connection:
                 _delete(connection, ids)
 
     def discard(self, file_id: str) -> None:
         """An upload was broken off."""
-        with self._store.write() as connection:
+        with self.store.write() as connection:
             _delete(connection, [file_id])
 
     def _chunk(self, file_id: str, number: int) -> bytes | None:
         query = select(FILE_CHUNKS.c.data).where(
             FILE_CHUNKS.c.file_id == file_id, FILE_CHUNKS.c.number == number
         )
-        with self._store.read() as connection:
+        with self.store.read() as connection:
             return connection.execute(query).scalar()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -41,9 +39,9 @@ def files_router(service: Service) -> APIRouter:
                 raise unsupported("purpose", 'files are for batches here: send "batch"')
             seconds = _seconds(upload.fields)
         except InvalidRequest:
-            await asyncio.to_thread(found.discard, file_id)
+            await service.store.run(found.discard, file_id)
             raise
-        file = await asyncio.to_thread(
+        file = await service.store.run(
             found.complete,
             file_id,
             upload.num_bytes,
@@ -65,7 +63,7 @@ def files_router(service: Service) -> APIRouter:
         if order not in ("asc", "desc"):
             raise InvalidRequest('order must be "asc" or "desc"', param="order")
         size = parse_limit(limit, MAX_LISTED)
-        page = await asyncio.to_thread(
+        page = await service.store.run(
             files().list,
             request.state.tenant,
             purpose=purpose,
@@ -78,23 +76,25 @@ def files_router(service: Service) -> APIRouter:
     @router.get("/{file_id}", response_model=None)
     async def get_file(request: Request, file_id: str) -> Response:
         """One of them."""
-        file = await asyncio.to_thread(files().get, request.state.tenant, file_id)
+        file = await service.store.run(files().get, request.state.tenant, file_id)
         return json_response(describe_file(file))
 
     @router.get("/{file_id}/content", response_model=None)
     async def get_content(request: Request, file_id: str) -> Response:
         """Its bytes."""
         found = files()
-        file = await asyncio.to_thread(found.get, request.state.tenant, file_id)
+        file = await service.store.run(found.get, request.state.tenant, file_id)
         headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
         return StreamingResponse(
-            _in_threads(found.read(file.id)), headers=headers, media_type="application/octet-stream"
+            service.store.iterate(found.read(file.id)),
+            headers=headers,
+            media_type="application/octet-stream",
         )
 
     @router.delete("/{file_id}", response_model=None)
     async def delete_file(request: Request, file_id: str) -> Response:
         """Delete it, unless a batch still needs it."""
-        await asyncio.to_thread(files().delete, request.state.tenant, file_id)
+        await service.store.run(files().delete, request.state.tenant, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     return router
@@ -155,8 +155,3 @@ def check_seconds(seconds: int, field: str) -> float:
             param=f"{field}.seconds",
         )
     return float(seconds)
-
-
-async def _in_threads(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
-    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-        yield chunk

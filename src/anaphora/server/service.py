@@ -14,7 +14,14 @@ from fastapi import Request
 from starlette.types import ASGIApp
 
 from anaphora.config import Weights
-from anaphora.errors import ContextTooLong, Forbidden, InvalidRequest, NotKept, StoreUnavailable
+from anaphora.errors import (
+    ContextTooLong,
+    EngineError,
+    Forbidden,
+    InvalidRequest,
+    NotKept,
+    StoreUnavailable,
+)
 from anaphora.server.batch_runner import BatchRunner
 from anaphora.server.endpoints import Endpoint, Endpoints
 from anaphora.server.gate import Drain
@@ -120,22 +127,22 @@ class Service:
         while True:
             try:
                 await self.refresh()
-            except StoreUnavailable as error:
+            except (StoreUnavailable, EngineError) as error:
                 logger.warning("tenants and limits stay as they are: %s", error)
             await asyncio.sleep(_REFRESH_SECONDS)
 
     async def refresh(self) -> None:
         """Keys and limits as the database has them now. Raises ``StoreUnavailable``."""
-        revision = await asyncio.to_thread(self.store.revision)
+        revision = await self.store.run(self.store.revision)
         if revision == self._revision:
             return
-        keys, limits, tenants = await asyncio.to_thread(_read_registry, Registry(self.store))
-        self._revision = revision
+        keys, limits, tenants = await self.store.run(_read_registry, Registry(self.store))
         self.tenants.update(keys)
         self.limiter.update({**self.endpoints.limits(), **limits})
         for tenant in self._stored_tenants - tenants:
             await self.llm.command(PurgeCache(tenant=tenant))
         self._stored_tenants = tenants
+        self._revision = revision
 
     def close(self) -> None:
         """Writes what is left to write."""

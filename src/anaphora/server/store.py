@@ -5,13 +5,16 @@ SQLite's file is its owner's alone. All methods block; the event loop calls them
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     Connection,
@@ -33,7 +36,10 @@ from anaphora.server.tables import META
 
 MEMORY = "memory"  # a database that ends with the process
 VERSION, REVISION = "version", "revision"
+_NUM_THREADS = 8
 _BUSY_SECONDS = 10.0  # how long to wait for another process that writes
+T = TypeVar("T")
+
 _WANTS_WRITE = "anaphora_writes"
 _MIGRATION_LOCK = 0x616E6170686F7261  # any number, the same in all servers
 
@@ -50,6 +56,7 @@ class Store:
         self._lock = threading.RLock() if where == MEMORY else contextlib.nullcontext()
         self._engine = _open(where)
         self._is_closed = False
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "database")
         try:
             with self.write() as connection:
                 _migrate(connection, self.where)
@@ -90,11 +97,29 @@ class Store:
             query = select(META.c.value).where(META.c.name == REVISION)
             return int(connection.execute(query).scalar_one())
 
+    async def run(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Result of ``work``, which blocks, in a thread of the database's own: one that cannot be
+        reached for a while holds nobody else's threads."""
+        call = functools.partial(work, *arguments, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def iterate(self, items: Iterator[T]) -> AsyncIterator[T]:
+        """``items``, each fetched in such a thread."""
+        while (found := await self.run(_next, items)) is not None:
+            yield found[0]
+
     def close(self) -> None:
         """Closes all connections; what is in memory is gone."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = self.is_volatile
             self._engine.dispose()
+
+
+def _next(items: Iterator[T]) -> tuple[T] | None:
+    for item in items:
+        return (item,)
+    return None
 
 
 def bump_revision(connection: Connection) -> None:

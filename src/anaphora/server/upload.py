@@ -115,26 +115,26 @@ async def receive(request: Request, files: FileStore) -> tuple[str, Upload]:
         raise UnsupportedMediaTypeError("a file is sent as multipart/form-data; send it so")
     upload = Upload()
     parser = MultipartParser(options[b"boundary"], upload.callbacks())
-    file_id = await asyncio.to_thread(files.begin, request.state.tenant, "", "")
+    file_id = await files.store.run(files.begin, request.state.tenant, "", "")
     number = 0
     try:
         async for data in _timed(request):
             parser.write(data)
             for chunk in upload.chunks:
-                await asyncio.to_thread(files.append, file_id, number, chunk)
+                await files.store.run(files.append, file_id, number, chunk)
                 number += 1
             upload.chunks.clear()
         parser.finalize()
         if rest := upload.rest():
-            await asyncio.to_thread(files.append, file_id, number, rest)
+            await files.store.run(files.append, file_id, number, rest)
         if upload.filename is None:
             raise InvalidRequest("the form has no file; send one as the field file", param="file")
     except FormParserError as error:
-        await asyncio.to_thread(files.discard, file_id)
+        await files.store.run(files.discard, file_id)
         raise InvalidRequest(f"the form is not valid ({error}); send it again") from None
     except BaseException:
         with contextlib.suppress(Exception):
-            await asyncio.shield(asyncio.to_thread(files.discard, file_id))
+            await asyncio.shield(files.store.run(files.discard, file_id))
         raise
     return file_id, upload
 
