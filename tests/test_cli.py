@@ -238,6 +238,8 @@ def test_generate_streams_the_answer(run: Run, llms: list[ScriptedLLM]) -> None:
 class _Recorder:
     """Takes uvicorn's place: asks the app a question instead of serving it."""
 
+    is_leaving = should_exit = False
+
     def __init__(self, app: Any, answers: list[httpx.Response], headers: dict[str, str]) -> None:
         self._app = app
         self._answers = answers
@@ -368,31 +370,35 @@ def test_sigterm_closes_the_model(llms: list[ScriptedLLM], run: Run, monkeypatch
     assert llms[0].is_closed
 
 
-def test_requests_that_do_not_end_are_told(monkeypatch: Any) -> None:
-    """After the grace period the model is closed, so that a stream ends with an error event."""
-    monkeypatch.setattr(cli_serve, "_GRACE_SECONDS", 0.01)
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_requests_that_do_not_end_are_told(is_stuck: bool) -> None:
+    """After their time the model is closed, so that a stream ends with an error event."""
     closed: list[bool] = []
+    limiter = SimpleNamespace(num_running=1)
 
     class Model:
         async def close(self) -> None:
             closed.append(True)
 
     async def scenario() -> None:
-        server: Any = SimpleNamespace(should_exit=False)
-        service: Any = SimpleNamespace(drain=Drain())
+        server: Any = SimpleNamespace(is_leaving=False, should_exit=False)
+        service: Any = SimpleNamespace(drain=Drain(), limiter=limiter)
         running = asyncio.create_task(asyncio.sleep(60))
-        leave = cli_serve._close_when_leaving(server, service, running, Model())
+        leave = cli_serve._leave(server, service, running, Model(), 0.3)
         leaving = asyncio.create_task(leave)
-        await asyncio.sleep(0.2)
-        assert not closed
+        await asyncio.sleep(0.1)
         assert not service.drain.is_draining
-        server.should_exit = True
-        await asyncio.wait_for(leaving, 10)
+        server.is_leaving = True
+        await asyncio.sleep(0.1)
         assert service.drain.is_draining
         assert running.cancelled()
+        assert not server.should_exit
+        limiter.num_running = int(is_stuck)
+        await asyncio.wait_for(leaving, 10)
+        assert server.should_exit
 
     asyncio.run(scenario())
-    assert closed == [True]
+    assert closed == [True] * is_stuck
 
 
 def test_doctor_tells_what_it_found(run: Run, monkeypatch: Any, tmp_path: Any) -> None:

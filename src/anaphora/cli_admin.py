@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from anaphora.cli_common import DatabaseOption, database_of, option
+from anaphora.cli_common import DatabaseOption, console, database_of, option
 from anaphora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,14 +28,16 @@ keys_app = typer.Typer(help="API keys of tenants.", no_args_is_help=True)
 limits_app = typer.Typer(help="What tenants may have in a minute.", no_args_is_help=True)
 
 _DAY = 86400.0
-TenantArgument = Annotated[str, typer.Argument(metavar="TENANT")]
+_WHOLE = ("key", "tenant", "endpoint")  # columns that people copy from
+TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Name of the tenant.")]
 KeyDays = Annotated[
     float | None, option("Days until it expires. [dim](never)[/dim]", "Key", metavar="DAYS")
 ]
 IsAdmin = Annotated[
     bool, option("A key of the administrator: it belongs to no tenant.", "Key", "--admin")
 ]
-Every = "[dim](no limit)[/dim]"
+_SUMMED = ("requests", "input_tokens", "cached_tokens", "output_tokens", "cost", "saved")
+Every = "0: none at all. [dim](no limit)[/dim]"
 
 
 @contextlib.contextmanager
@@ -66,8 +67,8 @@ def add_tenant(tenant: TenantArgument, database: DatabaseOption = None) -> None:
     """Add a tenant, and print its first key."""
     with _registry(database) as registry:
         registry.add_tenant(tenant)
-        _, secret = registry.create_key(tenant)
-    _show_secret(secret, f"tenant {tenant} may use the server with the key")
+        key, secret = registry.create_key(tenant)
+    _show_secret(secret, f"tenant {tenant} may use the server with {key.id}")
 
 
 @tenants_app.command("list")
@@ -78,12 +79,18 @@ def list_tenants(database: DatabaseOption = None) -> None:
     table = _table("tenant", "keys", "since")
     for row in rows:
         table.add_row(row["name"], str(row["num_keys"]), _time(row["created_at"]))
-    Console().print(table)
+    console().print(table)
 
 
 @tenants_app.command("remove")
-def remove_tenant(tenant: TenantArgument, database: DatabaseOption = None) -> None:
-    """Remove a tenant with its keys and limits; what it has used stays on record."""
+def remove_tenant(
+    tenant: TenantArgument,
+    yes: Annotated[bool, option("Do not ask.", "Tenant", "--yes")] = False,
+    database: DatabaseOption = None,
+) -> None:
+    """Remove a tenant with its keys, limits, files and batches; its usage stays on record."""
+    if sys.stdin.isatty() and not yes:
+        typer.confirm(f"Delete {tenant}, its keys, limits, files and batches?", abort=True)
     with _registry(database) as registry:
         registry.remove_tenant(tenant)
     typer.echo(f"tenant {tenant} is removed; running servers erase what they have cached for it")
@@ -120,7 +127,7 @@ def list_keys(
         table.add_row(
             key.id, f"…{key.hint}", key.tenant, _time(key.created_at), _time(key.expires_at), state
         )
-    Console().print(table)
+    console().print(table)
 
 
 @keys_app.command("revoke")
@@ -156,6 +163,10 @@ def set_limits(
     )
     with _registry(database) as registry:
         registry.set_limits(tenant, endpoint, terms)
+        known = {row["name"] for row in registry.tenants()}
+    if tenant != "*" and tenant not in known:
+        message = f"the database has no tenant {tenant}; the limits wait for one of that name"
+        console(stderr=True).print(message, style="yellow")
     _print_limits(database)
 
 
@@ -176,13 +187,13 @@ def _print_limits(database: str | None) -> None:
     for (tenant, endpoint), terms in limits.items():
         values = dataclasses.astuple(terms)
         table.add_row(tenant, endpoint, *["" if v is None else f"{v:,}" for v in values])
-    Console().print(table)
+    console().print(table)
 
 
 def usage(
     by: Annotated[
         str,
-        option("Columns to sum up by, with commas: tenant, key_id, endpoint, workload, adapter, "
+        option("Columns to sum up by, with commas: tenant, key_id, endpoint, class, adapter, "
                "finish_reason, status, day.", "Totals"),
     ] = "tenant,endpoint",
     tenant: Annotated[str | None, option("Only this tenant. [dim](all)[/dim]", "Rows")] = None,
@@ -216,7 +227,7 @@ def usage(
         if csv is None and parquet is None:
             names = [name for name in by.split(",") if name]
             found = totals(store, names, which, _prices(config))
-            Console().print(_usage_table(names, found))
+            console().print(_usage_table(names, found))
 
 
 def _prices(config: Path | None) -> Any:
@@ -227,19 +238,23 @@ def _prices(config: Path | None) -> Any:
 
 def _usage_table(names: list[str], found: list[dict[str, Any]]) -> Table:
     has_money = any("cost" in row for row in found)
-    money = ("cost", "saved by cache") if has_money else ()
+    money = ("cost", "saved") if has_money else ()
     columns = ("requests", "input", "cached", "hit rate", "output", *money)
     table = Table(title="Usage, in tokens", title_justify="left")
+    if has_money and not all("cost" in row for row in found):
+        table.caption = "rows without a price belong to endpoints that the file does not price"
     for name in names:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=True)
     for name in columns:
-        table.add_column(name, justify="right")
-    for row in found:
+        table.add_column(name, justify="right", no_wrap=True)
+    sums = {name: sum(row.get(name, 0) for row in found) for name in _SUMMED}
+    total = [{**dict.fromkeys(names, ""), names[0]: "all", **sums}] if len(found) > 1 else []
+    for row in found + total:
         rate = row["cached_tokens"] / row["input_tokens"] if row["input_tokens"] else 0.0
         cells = [f"{row['requests']:,}", f"{row['input_tokens']:,}", f"{row['cached_tokens']:,}"]
         cells += [f"{rate:.1%}", f"{row['output_tokens']:,}"]
         if has_money:
-            cells += [f"{row[name]:,.4f}" if name in row else "" for name in ("cost", "saved")]
+            cells += [f"{row[name]:,.6g}" if name in row else "" for name in ("cost", "saved")]
         table.add_row(*[str(row[name]) for name in names], *cells)
     return table
 
@@ -256,7 +271,7 @@ def _output(path: Path) -> Iterator[Any]:
 def _table(*columns: str) -> Table:
     table = Table()
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=name in _WHOLE, overflow="fold")
     return table
 
 

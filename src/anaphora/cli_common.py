@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from anaphora.config import Dtype
@@ -37,12 +38,14 @@ CacheMemory = Annotated[
 ]
 
 
+_PIPE_WIDTH = 200
 DATABASE_VARIABLE = "ANAPHORA_DATABASE"
 DatabaseOption = Annotated[
     str | None,
     option(
-        "Where tenants, keys, limits and usage are kept: a path of SQLite, a postgresql:// URL, or "
-        f"memory. [dim]({DATABASE_VARIABLE}, else ~/.local/share/anaphora/anaphora.db)[/dim]",
+        "Where tenants, keys, limits, usage, files and batches are kept: a path of SQLite, a "
+        f"postgresql:// URL, or memory. [dim]({DATABASE_VARIABLE}, else "
+        "~/.local/share/anaphora/anaphora.db)[/dim]",
         "Database",
         "--database",
         metavar="PATH",
@@ -60,6 +63,13 @@ def database_of(given: str | None) -> str:
         return given
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return str(Path(data).expanduser() / "anaphora" / "anaphora.db")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; where there is none, as wide as tables are, so that no line is
+    folded in a pipe."""
+    found = Console(stderr=stderr)
+    return found if found.is_terminal else Console(stderr=stderr, width=_PIPE_WIDTH)
 
 
 def table(title: str) -> Table:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +30,7 @@ from anaphora.cli_common import (
     DtypeOption,
     ModelArgument,
     Threads,
+    console,
     database_of,
     option,
     table,
@@ -45,12 +48,10 @@ from anaphora.errors import ConfigError
 from anaphora.logs import LogFormat, configure_logging
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from anaphora.async_llm import AsyncLLM
     from anaphora.server.endpoints import Endpoint
     from anaphora.server.endpoints_file import ServerConfig
-    from anaphora.server.listen import Tls
+    from anaphora.server.listen import DrainingServer, Tls
     from anaphora.server.service import Service
     from anaphora.server.store import Store
     from anaphora.server.tenants import Tenants
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from anaphora.types import ModelInfo
 
 _DEFAULTS = EngineConfig()
-_GRACE_SECONDS = 10.0
+logger = logging.getLogger("anaphora.server")
 _LORA_MODULES = "--lora-modules"
 _TIERS, _SHARING, _ADAPTERS = "Tiers below the cache", "Sharing the cache", "Adapters"
 
@@ -148,6 +149,9 @@ OtlpTraces = Annotated[
         "--otlp-traces-endpoint",
         metavar="URL",
     ),
+]
+DrainSeconds = Annotated[
+    float, option("Seconds that running requests have to end after SIGTERM.", "Server", min=0.0)
 ]
 ConfigFile = Annotated[
     Path | None,
@@ -244,8 +248,8 @@ DiskCacheTtl = Annotated[
 CacheShares = Annotated[
     list[str],
     option(
-        "Percent of each tier kept for, and at most filled by, a tenant or a class "
-        "(interactive, batch): tenant:alice=20:60, class:batch=0:10, tenant:*=0:50; repeat for "
+        "Percent of each tier kept for, and at most filled by, a tenant or a class (provisioned, "
+        "interactive, batch): tenant:alice=20:60, class:batch=0:10, tenant:*=0:50; repeat for "
         "several.",
         _SHARING,
         "--cache-share",
@@ -303,6 +307,7 @@ def serve(
     cors_origin: CorsOrigins = (),  # type: ignore[assignment]
     log_format: LogFormatOption = "auto",
     otlp_traces_endpoint: OtlpTraces = None,
+    drain_seconds: DrainSeconds = 30.0,
     strict: Strict = False,
     enable_prefix_caching: PrefixCaching = _DEFAULTS.enable_prefix_caching,
     kv_cache_memory: CacheMemory = None,
@@ -328,7 +333,7 @@ def serve(
     max_num_batched_tokens: MaxBatchedTokens = _DEFAULTS.max_num_batched_tokens,
     threads: Threads = _DEFAULTS.threads,
 ) -> None:
-    """Serve a model over OpenAI's API."""
+    """Serve a model over the APIs of OpenAI, Anthropic and Databricks."""
     from anaphora.server.listen import bind
     from anaphora.server.registry import Registry, stored_keys
     from anaphora.server.tracing import Tracing
@@ -388,6 +393,7 @@ def serve(
         cors_origins=tuple(cors_origin),
         strict=strict,
         tracing=None if otlp_traces_endpoint is None else Tracing(otlp_traces_endpoint),
+        drain_seconds=drain_seconds,
     )
     with contextlib.closing(_open_store(database)) as store:
         tenants.update(stored_keys(Registry(store)))
@@ -421,6 +427,7 @@ class _Served:
     cors_origins: tuple[str, ...]
     strict: bool
     tracing: Tracing | None
+    drain_seconds: float
 
 
 async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.socket) -> None:
@@ -450,10 +457,12 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
             strict=served.strict,
         )
         service = web_app.state.service
+        _warn_of_strangers(service)
         Console().print(_resolved(served, llm.info, service, store, url_of(sock, served.tls)))
         server = build_server(web_app, served.tls)
         running = asyncio.create_task(service.run(web_app))
-        leaving = asyncio.create_task(_close_when_leaving(server, service, running, llm))
+        leave = _leave(server, service, running, llm, served.drain_seconds)
+        leaving = asyncio.create_task(leave)
         await server.serve(sockets=[sock])
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)  # lines of batches are given back
@@ -466,17 +475,27 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
             served.tracing.close()
 
 
-async def _close_when_leaving(
-    server: uvicorn.Server, service: Service, running: asyncio.Task[None], llm: AsyncLLM
+async def _leave(
+    server: DrainingServer,
+    service: Service,
+    running: asyncio.Task[None],
+    llm: AsyncLLM,
+    seconds: float,
 ) -> None:
-    """New requests are handed back, and lines of batches. Those that run get a while to end; then
-    they are told why they cannot."""
-    while not server.should_exit:
-        await asyncio.sleep(0.1)
+    """After a signal: new requests are handed back, and lines of batches. Those that run get
+    ``seconds`` to end; then they are told why they cannot."""
+    while not (server.is_leaving or server.should_exit):
+        await asyncio.sleep(0.05)
     service.drain.is_draining = True
     running.cancel()
-    await asyncio.sleep(_GRACE_SECONDS)
-    await llm.close()
+    num_running = service.limiter.num_running
+    logger.info("ending: %d requests run and have %g seconds", num_running, seconds)
+    end = time.monotonic() + seconds
+    while service.limiter.num_running and time.monotonic() < end and not server.should_exit:
+        await asyncio.sleep(0.05)
+    if service.limiter.num_running:
+        await llm.close()
+    server.should_exit = True
 
 
 def _tls(certfile: Path | None, keyfile: Path | None) -> Tls | None:
@@ -516,7 +535,8 @@ def _read_terms(path: Path, model: str | None, dtype: Dtype, threads: int | None
 
     model = model or read_model(path) or _DEFAULTS.model
     measured = CapacityFile(capacity_path())
-    return read_config(path, measured.get(name_of(model), dtype, threads or usable_cores()))
+    capacity = measured.get(name_of(model), dtype, threads or usable_cores())
+    return read_config(path, capacity, model)
 
 
 def _open_store(given: str | None) -> Store:
@@ -574,6 +594,14 @@ def _resolved(served: _Served, info: ModelInfo, service: Service, store: Store, 
     for name, value in rows.items():
         result.add_row(name, value)
     return result
+
+
+def _warn_of_strangers(service: Service) -> None:
+    """A tenant that an endpoint names and nobody has a key of may be misspelt."""
+    for endpoint in service.endpoints.all():
+        for tenant in sorted((endpoint.tenants or frozenset()) - service.tenants.names):
+            message = f"the endpoint {endpoint.name} is for {tenant}, who has no key"
+            console(stderr=True).print(message, style="yellow")
 
 
 def _describe(endpoint: Endpoint) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import openai
 import pytest
 
+from anaphora.errors import ConfigError, EngineDied
+from anaphora.fake import FakeLLM
+from anaphora.server.app import create_app
 from anaphora.server.endpoints import Endpoint
 from anaphora.server.registry import LimitTerms, Registry
 from anaphora.server.store import MEMORY, Store
+from anaphora.server.tenants import Tenants
 from tests.server.running import HELLO, check_error, wait_until
 
 
@@ -24,6 +28,7 @@ def bearer(key):
 
 def ask(http, key, model="fake", **fields):
     body = {"model": model, "messages": HELLO, "max_tokens": 2, **fields}
+    body = {name: value for name, value in body.items() if value is not None}
     return http.post("/v1/chat/completions", json=body, headers=bearer(key))
 
 
@@ -132,3 +137,84 @@ def test_the_first_key_closes_an_open_server(store, serve):
         secret = http.post("/admin/keys", json={"tenant": "ann"}).json()["secret"]
         check_error(http.get("/admin/keys"), 401)
         assert ask(http, secret).status_code == 200
+
+
+def test_a_name_given_to_somebody_else_brings_nothing_along(store, serve):
+    """Not the cache, even if nobody has looked in between, nor responses, nor usage."""
+    registry = Registry(store)
+    registry.add_tenant("ann")
+    _, first = registry.create_key("ann")
+    server = serve(admin_key="root", store=store)
+    wait_until(lambda: "ann" in server.app.state.service.tenants.names)
+    with server.http() as http:
+        prompt = HELLO * 20
+        assert ask(http, first, messages=prompt).status_code == 200
+        body = {"model": "fake", "input": "remember me"}
+        response = http.post("/v1/responses", json=body, headers=bearer(first)).json()
+        registry.remove_tenant("ann")
+        registry.add_tenant("ann")
+        _, second = registry.create_key("ann")
+        wait_until(lambda: ask(http, second, max_tokens=1).status_code == 200)
+        usage = ask(http, second, messages=prompt).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] <= 16
+        stored = http.get(f"/v1/responses/{response['id']}", headers=bearer(second))
+        check_error(stored, 404)
+        [used] = http.get("/usage", headers=bearer(second)).json()["data"]
+        assert used["requests"] == 2
+        everything = http.get("/usage?by=tenant", headers=bearer("root")).json()["data"]
+        assert [row["requests"] for row in everything] == [4]
+
+
+def test_an_engine_that_is_gone_holds_up_neither_keys_nor_batches(store, serve):
+    """Removing a tenant takes the engine; without one it is done later, and revocations hold."""
+    registry = Registry(store)
+    for name in ("ann", "ben"):
+        registry.add_tenant(name)
+    _, ann = registry.create_key("ann")
+    key, ben = registry.create_key("ben")
+    server = serve(admin_key="root", store=store)
+    wait_until(lambda: len(server.app.state.service.tenants.names) == 2)
+    command = server.llm.command
+
+    async def fail(_):
+        raise EngineDied("the engine process died")
+
+    server.llm.command = fail
+    with server.http() as http:
+        assert http.delete("/admin/tenants/ann", headers=bearer("root")).status_code == 200
+        check_error(ask(http, ann), 401)
+        registry.revoke_key(key.id)
+        wait_until(lambda: ask(http, ben).status_code == 401)
+        server.llm.command = command
+        _, again = registry.create_key("ben")
+        wait_until(lambda: ask(http, again).status_code == 200)
+
+
+def test_odd_questions_about_usage(store, serve):
+    server = serve("ann=k1", store=store)
+    with server.http() as http:
+        assert ask(http, "k1").status_code == 200
+        [row] = http.get("/usage?by=" + "class,day," * 300).json()["data"]
+        assert row["class"] == "interactive"
+        for query in ("since=nan", "until=inf", "since=1e999", "by=tenant;drop"):
+            check_error(http.get(f"/usage?{query}"), 400)
+
+
+def test_two_keys_at_once_are_named_as_such(store, serve):
+    server = serve("ann=k1", store=store)
+    with server.http(headers={"x-api-key": "other"}) as http:
+        assert "several keys" in check_error(http.get("/v1/models"), 401)["message"]
+
+
+def test_an_endpoints_bound_of_output(store, serve):
+    server = serve(store=store, endpoints=[Endpoint(name="chat", max_output_tokens=5)])
+    with server.http() as http:
+        assert ask(http, "x", "chat", max_tokens=None).json()["usage"]["completion_tokens"] == 5
+        error = check_error(ask(http, "x", "chat", max_tokens=6), 400)
+        assert error["param"] == "max_tokens"
+
+
+def test_an_adapter_that_can_never_be_loaded_is_found_at_the_start():
+    llm = FakeLLM(max_loras=0)
+    with pytest.raises(ConfigError, match=r"'legal'.*--lora-modules"):
+        create_app(llm, Tenants(), endpoints=[Endpoint(name="x", adapter="legal")])

@@ -17,6 +17,7 @@ from anaphora.errors import EngineDied, StoreUnavailable
 from anaphora.fake import FakeLLM
 from anaphora.server import batch_runner, file_store
 from anaphora.server.batch_store import BatchStore
+from anaphora.server.endpoints import Price
 from anaphora.server.registry import LimitTerms, Registry
 from anaphora.server.store import MEMORY, Store
 from anaphora.server.usage_report import Filter, totals
@@ -106,8 +107,8 @@ def test_a_batch_from_upload_to_results(store, serve):
         file = client.files.retrieve(done.output_file_id)
         assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
     server.app.state.service.usage_log.flush()
-    [total] = totals(store, ["workload", "tenant"], Filter(), {})
-    assert (total["workload"], total["tenant"], total["requests"]) == ("batch", "ann", 30)
+    [total] = totals(store, ["class", "tenant"], Filter(), {})
+    assert (total["class"], total["tenant"], total["requests"]) == ("batch", "ann", 30)
     assert total["input_tokens"] == done.usage.input_tokens
     assert {request.workload for request in server.llm.requests} == {"batch"}
     assert all(request.urgent_in > 0 for request in server.llm.requests)
@@ -266,6 +267,7 @@ def test_at_the_windows_end_what_is_done_is_kept(store, serve, monkeypatch):
     server = serve(store=store, llm=FakeLLM(token_delay=0.02))
     with server.openai() as client:
         monkeypatch.setattr("anaphora.server.batches._WINDOW_SECONDS", {"m": 1.0})
+        monkeypatch.setattr("anaphora.server.batches._MIN_WINDOW", 1.0)
         batch = start(client, jsonl([line(i, max_tokens=10) for i in range(900)]), window="1m")
         done = finished(client, batch)
         assert done.status == "expired"
@@ -455,3 +457,57 @@ def test_a_failing_database_holds_a_batch_up_and_loses_nothing(store, serve, mon
         assert (done.status, done.request_counts.completed) == ("completed", 120)
         assert len(results(client, done.output_file_id)) == 120
     assert calls["read"] > 120
+
+
+def test_a_server_that_was_frozen_lets_go_of_what_another_took_over(store):
+    batches = BatchStore(store)
+    batch = batches.create(
+        tenant="ann", key_id="k", endpoint=CHAT, input_file_id="file-x", window_seconds=86400.0,
+        completion_window="24h", metadata=None, output_expires_after=None,
+    )  # fmt: skip
+    assert [b.id for b in batches.claim("first", 0.05)] == [batch.id]
+    assert batches.renew("first", [batch.id], 0.05) == {batch.id: "validating"}
+    time.sleep(0.1)
+    assert [b.id for b in batches.claim("second", 30.0)] == [batch.id]
+    assert batches.renew("first", [batch.id], 30.0) == {}  # it learns of it
+    batches.renew("first", [batch.id], 0.0)  # and cannot give it up for the other
+    assert batches.claim("third", 30.0) == []
+
+
+def test_limits_at_an_endpoint_bind_batches(store, serve):
+    Registry(store).set_limits("ann", "fake", LimitTerms(requests_per_minute=600))
+    server = serve("ann=k1", store=store)
+    wait_until(lambda: server.app.state.service.limiter._terms)
+    limiter = server.app.state.service.limiter
+    limiter.admit("ann", "fake", 1, 1)
+    limiter._accounts["ann", "fake"].buckets["requests"].level = 0.0
+    with server.openai() as client:
+        started = time.monotonic()
+        done = finished(client, start(client, jsonl([line(i) for i in range(15)])))
+    assert done.request_counts.completed == 15
+    assert time.monotonic() - started > 1  # ten a second
+
+
+def test_a_form_that_is_cut_off_is_no_file(store, serve):
+    server = serve(store=store)
+    body = (
+        b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+        b'content-disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 1000
+    )
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    with server.http() as http:
+        error = check_error(http.post("/v1/files", content=body, headers=headers), 400)
+        assert "cut off" in error["message"]
+        assert http.get("/v1/files").json()["data"] == []
+
+
+def test_lines_that_are_given_back_cost_nothing(store, serve):
+    server = serve("ann=k1", store=store, llm=FakeLLM(token_delay=0.01))
+    with server.openai() as client:
+        start(client, jsonl([line(i, max_tokens=1000, ignore_eos=True) for i in range(5)]))
+        wait_until(lambda: len(server.llm.requests) == 5)
+        time.sleep(0.1)
+    server.stop()
+    [total] = totals(store, ["status"], Filter(), {"fake": Price(output=1e6)})
+    assert (total["status"], total["requests"], total["cost"]) == (503, 5, 0)
+    assert total["output_tokens"] > 0

@@ -67,12 +67,12 @@ def test_all_of_it(tmp_path):
     ("text", "words"),
     [
         ("endpoints:\n  - name: a\n    clas: batch\n", "line 3: endpoints[0].clas: there is no"),
-        ("endpoints:\n  - name: a\n    class: fast\n", "line 3: endpoints[0].class: input should"),
+        ("endpoints:\n  - name: a\n    class: fast\n", "line 3: endpoints[0].class: it is 'fast'"),
         ("endpoints:\n  - name: a\n  - name: b\n  - name: a\n", "line 4: endpoints[2].name: 'a'"),
-        ("endpoints:\n  - class: batch\n", "line 2: endpoints[0].name: field required"),
-        ("endpoints:\n  - name: a b\n", "line 2: endpoints[0].name: string should match"),
-        ("endpoints:\n  - name: '*'\n", "line 2: endpoints[0].name: must be a name"),
-        ("endpoints: []\n", "line 1: endpoints: list should have at least 1"),
+        ("endpoints:\n  - class: batch\n", "line 2: endpoints[0].name: it is missing"),
+        ("endpoints:\n  - name: a b\n", "line 2: endpoints[0].name: it is 'a b'; it"),
+        ("endpoints:\n  - name: '*'\n", "line 2: endpoints[0].name: it is '*'; it must be a name"),
+        ("endpoints: []\n", "line 1: endpoints: it is empty"),
         ("endpoints:\n  - name: a\n    model_units: 4\n", "line 3: endpoints[0].model_units: only"),
         ("endpoints:\n  - name: a\n    burst: true\n", "line 3: endpoints[0].burst: only"),
         ("endpoints:\n  - name: a\n    class: provisioned\n", "line 3: endpoints[0].class: prov"),
@@ -102,8 +102,8 @@ def test_errors_point_at_the_line_and_say_what_would_do(tmp_path, text, words):
 
 
 def test_units_cannot_be_sold_before_they_are_measured(tmp_path):
-    with pytest.raises(ConfigError, match=r"line 11: .*anaphora bench --capacity"):
-        read_config(write(tmp_path, GOOD), None)
+    with pytest.raises(ConfigError, match=r"line 11: .*anaphora bench smollm2 --capacity"):
+        read_config(write(tmp_path, GOOD), None, "smollm2")
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -217,3 +217,16 @@ def test_names_and_limits_are_checked(registry):
     assert registry.limits() == {("*", "chat"): LimitTerms(output_tokens_per_minute=3)}
     registry.set_limits("*", "chat", LimitTerms())
     assert registry.limits() == {}
+
+
+def test_a_file_that_was_removed_while_the_server_runs_is_told_not_written(tmp_path):
+    store = Store(str(tmp_path / "a.db"))
+    Registry(store).add_tenant("alice")
+    (tmp_path / "a.db").rename(tmp_path / "b.db")
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="removed or replaced"):
+            Registry(store).add_tenant("bob")
+        (tmp_path / "a.db").touch()
+    (tmp_path / "b.db").replace(tmp_path / "a.db")
+    Registry(store).add_tenant("bob")
+    store.close()

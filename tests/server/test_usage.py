@@ -173,19 +173,19 @@ def test_totals_equal_the_counters_whatever_happens(store, serve):
 
     wait_until(lambda: not open_requests())
     all_rows(server, store)
-    sums = totals(store, ["endpoint", "workload"], Filter(), {"chat": PRICE})
+    sums = totals(store, ["endpoint", "class"], Filter(), {"chat": PRICE})
     assert sum(row["requests"] for row in sums) == 6 * 10
     with server.http() as http:
         found = counters(http)
-        by_http = http.get("/usage?by=endpoint,workload").json()["data"]
+        by_http = http.get("/usage?by=endpoint,class").json()["data"]
     assert by_http == sums
     for row in sums:
-        labels = row["endpoint"], row["workload"]
+        labels = row["endpoint"], row["class"]
         assert found["anaphora_requests_total", *labels] == row["requests"]
         assert found["anaphora_prompt_tokens_total", *labels] == row["input_tokens"]
         assert found["anaphora_cached_prompt_tokens_total", *labels] == row["cached_tokens"]
         assert found["anaphora_generation_tokens_total", *labels] == row["output_tokens"]
-    assert {(row["endpoint"], row["workload"]) for row in sums} == {
+    assert {(row["endpoint"], row["class"]) for row in sums} == {
         (endpoint, workload)
         for _, endpoint, workload in found
         if endpoint is not None

@@ -13,6 +13,7 @@ from anaphora.capacity import UNIT_TOKENS_PER_SECOND, Capacity, CapacityFile
 from anaphora.errors import ConfigError, MeasurementError
 from anaphora.loaders.sources import capacity_path, name_of
 
+_MAX_SPREAD = 0.15
 _INPUT, _OUTPUT = "prefill-512", "decode-32"
 
 
@@ -28,6 +29,11 @@ class CapacityReport:
         """The tables, and what follows."""
         self.measured.show(console)
         capacity = self.capacity
+        if (spread := max(line.spread for line in self.measured.lines)) > _MAX_SPREAD:
+            console.print(
+                f"[yellow]The repeats differ by {spread:.0%}: the machine had other work. Measure "
+                "again when it is idle.[/yellow]"
+            )
         console.print(
             f"[bold]{capacity.model_units} model units[/bold] of {UNIT_TOKENS_PER_SECOND:g} tokens "
             f"a second each; an output token counts as {capacity.output_weight:.2f} input tokens.\n"

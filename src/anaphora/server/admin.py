@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ from fastapi import APIRouter, Request, Response
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, StreamingResponse
 
-from anaphora.errors import InvalidRequest
+from anaphora.errors import ConfigError, InvalidRequest, NotKept, StoreUnavailable
 from anaphora.server.admin_schemas import NewKey, NewLimits, NewTenant
 from anaphora.server.envelope import json_response
 from anaphora.server.registry import ApiKey, Registry
 from anaphora.server.service import Service
 from anaphora.server.usage_report import Filter, csv_chunks, rows, totals, write_parquet
 
+_FLUSH_SECONDS = 5.0
 _FORMATS = ("json", "csv", "parquet")
 
 
@@ -33,7 +36,8 @@ def admin_router(service: Service) -> APIRouter:
     @router.get("/tenants", response_model=None)
     async def list_tenants(request: Request) -> Response:
         """All tenants of the database."""
-        data = await service.store.run(registry(request).tenants)
+        found = registry(request)
+        data = await service.store.run(found.tenants)
         return json_response({"object": "list", "data": data})
 
     @router.post("/tenants", response_model=None)
@@ -42,20 +46,22 @@ def admin_router(service: Service) -> APIRouter:
         found = registry(request)
         body = await service.read(request, NewTenant)
         await service.store.run(found.add_tenant, body.name)
-        await service.refresh()
+        await service.take_over()
         return json_response({"object": "tenant", "name": body.name})
 
     @router.delete("/tenants/{name}", response_model=None)
     async def remove_tenant(request: Request, name: str) -> Response:
         """Ends its keys and limits and erases what is cached for it; its usage stays."""
-        await service.store.run(registry(request).remove_tenant, name)
-        await service.refresh()
+        found = registry(request)
+        await service.store.run(found.remove_tenant, name)
+        await service.take_over()
         return json_response({"object": "tenant.deleted", "name": name, "deleted": True})
 
     @router.get("/keys", response_model=None)
     async def list_keys(request: Request, tenant: str | None = None) -> Response:
         """Keys without their secrets."""
-        keys = await service.store.run(registry(request).keys, tenant)
+        found = registry(request)
+        keys = await service.store.run(found.keys, tenant)
         return json_response({"object": "list", "data": list(map(describe_key, keys))})
 
     @router.post("/keys", response_model=None)
@@ -63,23 +69,30 @@ def admin_router(service: Service) -> APIRouter:
         """A new key; its secret is in this answer and nowhere else."""
         found = registry(request)
         body = await service.read(request, NewKey)
+        if body.admin == bool(body.tenant):
+            raise InvalidRequest(
+                "tenant is missing; send it, or admin: true for a key of the administrator",
+                param="tenant",
+            )
         key, secret = await service.store.run(
             found.create_key, body.tenant, is_admin=body.admin, seconds=body.expires_in_seconds
         )
-        await service.refresh()
+        await service.take_over()
         return json_response({**describe_key(key), "secret": secret})
 
     @router.delete("/keys/{key_id}", response_model=None)
     async def revoke_key(request: Request, key_id: str) -> Response:
         """The key opens nothing from now on; requests that run end as they would."""
-        await service.store.run(registry(request).revoke_key, key_id)
-        await service.refresh()
+        found = registry(request)
+        await service.store.run(found.revoke_key, key_id)
+        await service.take_over()
         return json_response({"object": "key.deleted", "id": key_id, "deleted": True})
 
     @router.get("/limits", response_model=None)
     async def list_limits(request: Request) -> Response:
         """The limits of the database; those of endpoints are in the operator's file."""
-        limits = await service.store.run(registry(request).limits)
+        found = registry(request)
+        limits = await service.store.run(found.limits)
         data = [
             {"tenant": tenant, "endpoint": endpoint, **dataclasses.asdict(terms)}
             for (tenant, endpoint), terms in limits.items()
@@ -92,7 +105,7 @@ def admin_router(service: Service) -> APIRouter:
         found = registry(request)
         body = await service.read(request, NewLimits)
         await service.store.run(found.set_limits, body.tenant, body.endpoint, body.terms)
-        await service.refresh()
+        await service.take_over()
         return json_response({"object": "limits", **body.model_dump()})
 
     return router
@@ -117,12 +130,20 @@ def usage_router(service: Service) -> APIRouter:
             if tenant not in (None, own):
                 service.check_admin(request)
             tenant = own
-        which = Filter(tenant=tenant, since=parse_time("since", since),
-                       until=parse_time("until", until))  # fmt: skip
+            begin = await service.store.run(Registry(service.store).since, own)
+        else:
+            begin = None
+        start = parse_time("since", since)
+        which = Filter(
+            tenant=tenant,
+            since=start if begin is None else max(begin, start or begin),
+            until=parse_time("until", until),
+        )
         if format not in _FORMATS:
             raise InvalidRequest(f"format must be one of {', '.join(_FORMATS)}", param="format")
-        if service.usage_log is not None:
-            await service.store.run(service.usage_log.flush)
+        log = service.usage_log
+        if log is not None and not await service.store.run(log.flush, _FLUSH_SECONDS):
+            raise StoreUnavailable("usage rows wait until the database can be written")
         if format == "json":
             names = [name for name in by.split(",") if name]
             prices = service.endpoints.prices()
@@ -137,8 +158,10 @@ def usage_router(service: Service) -> APIRouter:
             path = Path(file.name)
         try:
             await service.store.run(write_parquet, batches, path)
-        except BaseException:
+        except BaseException as error:
             path.unlink()
+            if isinstance(error, ConfigError):
+                raise NotKept(f"format: {error}", param="format", code="no_parquet") from None
             raise
         media_type = "application/vnd.apache.parquet"
         return FileResponse(path, media_type=media_type, background=BackgroundTask(path.unlink))
@@ -158,10 +181,9 @@ def parse_time(field: str, text: str | None) -> float | None:
     """
     if text is None:
         return None
-    try:
-        return float(text)
-    except ValueError:
-        pass
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(text)):
+            return seconds
     try:
         moment = datetime.datetime.fromisoformat(text)
     except ValueError:

@@ -96,8 +96,10 @@ class BatchRunner:
                     now = self._clock()
                     if self._tasks:
                         self._states = await self._store.run(
-                            self._batches.renew, list(self._tasks), _CLAIM_SECONDS
+                            self._batches.renew, self._server, list(self._tasks), _CLAIM_SECONDS
                         )
+                        for batch_id in set(self._tasks) - set(self._states):
+                            self._tasks[batch_id].cancel()  # another server has it by now
                     if now >= next_sweep:
                         await self._store.run(self._files.sweep)
                         next_sweep = now + _SWEEP_SECONDS
@@ -125,7 +127,7 @@ class BatchRunner:
         recording.cancel()
         await asyncio.gather(recording, return_exceptions=True)
         with contextlib.suppress(StoreUnavailable):
-            await self._store.run(self._batches.renew, claimed, 0.0)
+            await self._store.run(self._batches.renew, self._server, claimed, 0.0)
 
     async def _guard(self, batch: Batch) -> None:
         try:

@@ -197,9 +197,13 @@ class BatchStore:
             connection.execute(mine.values(claimed_by=server, claimed_until=now + seconds))
         return found
 
-    def renew(self, batch_ids: Sequence[str], seconds: float) -> dict[str, Status]:
-        """Keeps claims; the states of these batches. With 0 seconds it gives them up."""
-        mine = BATCHES.c.id.in_(batch_ids) & BATCHES.c.status.in_(OPEN_STATES)
+    def renew(self, server: str, batch_ids: Sequence[str], seconds: float) -> dict[str, Status]:
+        """Keeps ``server``'s claims; the states of these batches that are still its own and open.
+
+        With 0 seconds it gives them up.
+        """
+        mine = BATCHES.c.id.in_(batch_ids) & (BATCHES.c.claimed_by == server)
+        mine &= BATCHES.c.status.in_(OPEN_STATES)
         with self._store.write() as connection:
             change = update(BATCHES).where(mine)
             connection.execute(change.values(claimed_until=self._clock() + seconds))

@@ -22,6 +22,7 @@ MAX_OPEN = 100  # batches of one tenant
 _MAX_LISTED, _DEFAULT_LISTED = 100, "20"
 _WINDOW = re.compile(r"(\d{1,4})([mhd])")
 _WINDOW_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+_MIN_WINDOW = 600.0  # less would not be batch work
 _MAX_WINDOW = 14 * 86400.0
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
@@ -50,9 +51,9 @@ class CreateBatch(Body):
             )
         match = _WINDOW.fullmatch(self.completion_window)
         window = int(match[1]) * _WINDOW_SECONDS[match[2]] if match else 0.0
-        if not 0 < window <= _MAX_WINDOW:
+        if not _MIN_WINDOW <= window <= _MAX_WINDOW:
             raise InvalidRequest(
-                'completion_window must be a time such as "24h" or "30m", at most 14d',
+                'completion_window must be a time such as "24h" or "30m", from 10m to 14d',
                 param="completion_window",
             )
         metadata = self.metadata or {}

@@ -30,6 +30,7 @@ class Endpoint:
     adapter: str | None = None  # the name of a loaded one; None: the model itself
     workload: Workload = "interactive"
     model_units: int | None = None  # bought, for the class provisioned
+    max_output_tokens: int | None = None  # of an answer; without max_tokens it is so many
     tenants: frozenset[str] | None = None  # who may use it; None: all
     limits: LimitTerms | None = None  # of each tenant here
     price: Price | None = None
@@ -51,6 +52,13 @@ class Endpoints:
             names = ", ".join(repr(endpoint.name) for endpoint in endpoints)
             raise ConfigError(f"--served-model-name is {names}; give each name once, none empty")
         for endpoint in endpoints:
+            is_lost = endpoint.adapter is not None and endpoint.adapter not in llm.adapters
+            if is_lost and len(llm.adapters) >= llm.info.max_loras:
+                raise ConfigError(
+                    f"the endpoint {endpoint.name!r} has the adapter {endpoint.adapter!r}, which "
+                    "is not loaded and cannot be later; give it to --lora-modules, or raise "
+                    "--max-loras"
+                )
             if endpoint.adapter is None and endpoint.name in llm.adapters:
                 raise ConfigError(
                     f"--lora-modules has {endpoint.name!r}, which is a name of the model; choose "

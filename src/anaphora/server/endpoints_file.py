@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from anaphora.capacity import UNIT_TOKENS_PER_SECOND, Capacity
 from anaphora.config import BoughtCapacity, Weights
@@ -47,6 +48,7 @@ class _Endpoint(_Section):
     workload: Workload = Field("interactive", alias="class")
     model_units: int | None = Field(None, ge=1)
     burst: bool = False
+    max_output_tokens: int | None = Field(None, ge=1)
     tenants: list[str] | None = Field(None, min_length=1)
     limits: _Limits | None = None
     price: _Price | None = None
@@ -66,6 +68,13 @@ class _File(_Section):
     endpoints: list[_Endpoint] = Field(min_length=1)
 
 
+# By how deep they are.
+_FIELDS = {
+    0: ", ".join(_File.model_fields),
+    2: ", ".join(field.alias or name for name, field in _Endpoint.model_fields.items()),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """What ``anaphora.yaml`` says."""
@@ -77,13 +86,14 @@ class ServerConfig:
     max_requests: int
 
 
-def read_config(path: Path, capacity: Capacity | None) -> ServerConfig:
-    """The checked file. ``capacity`` is what the machine can do, None if nobody has measured.
+def read_config(path: Path, capacity: Capacity | None, model: str = "") -> ServerConfig:
+    """The checked file. ``capacity`` is what the machine can do with ``model``, None if nobody has
+    measured.
 
     Raises ``ConfigError`` that names file, line, field and fix.
     """
     file, root = _parse(path)
-    return _Checker(path, root).check(file, capacity)
+    return _Checker(path, root, model).check(file, capacity)
 
 
 def _parse(path: Path) -> tuple[_File, yaml.Node]:
@@ -102,11 +112,34 @@ def _parse(path: Path) -> tuple[_File, yaml.Node]:
     try:
         return _File.model_validate(content), root
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            reason = "there is no such field"
-        raise _error(path, root, first["loc"], reason) from None
+        # a field that is misspelt is missing too: tell of it first
+        found = error.errors(include_url=False)
+        first = min(found, key=lambda each: each["type"] != "extra_forbidden")
+        raise _error(path, root, first["loc"], _reason(first)) from None
+
+
+def _reason(error: ErrorDetails) -> str:
+    """What is wrong, with the fix."""
+    fields = _FIELDS.get(len(error["loc"]) - 1 if error["loc"][0] == "endpoints" else 0, "")
+    match error["type"]:
+        case "extra_forbidden":
+            if "limits" in error["loc"][:-1]:
+                fields = ", ".join(_Limits.model_fields)
+            elif "price" in error["loc"][:-1]:
+                fields = ", ".join(_Price.model_fields)
+            return f"there is no such field; there are {fields}"
+        case "missing":
+            return "it is missing; add it"
+        case "model_type" | "dict_type" | "model_attributes_type":
+            return "it must be a mapping of names to values"
+        case "too_short":
+            return "it is empty; it needs one element"
+        case "string_pattern_mismatch":
+            return f"it is {error['input']!r}; it must be 1 to 128 printable characters, no space"
+    reason = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    value = error["input"]
+    shown = f"it is {value!r}; it " if isinstance(value, str | int | float) else "it "
+    return shown + reason.replace("should be a valid", "must be an").replace("should", "must")
 
 
 def read_model(path: Path) -> str | None:
@@ -123,7 +156,8 @@ def read_prices(path: Path) -> dict[str, Price]:
 class _Checker:
     """What no single field can tell."""
 
-    def __init__(self, path: Path, root: yaml.Node) -> None:
+    def __init__(self, path: Path, root: yaml.Node, model: str) -> None:
+        self._model = model
         self._path = path
         self._root = root
 
@@ -146,7 +180,7 @@ class _Checker:
                     index,
                     "model_units",
                     "what a unit is has not been measured for this model on this machine; run "
-                    "'anaphora bench --capacity' first",
+                    f"'anaphora bench {self._model} --capacity' first",
                 )
             rate = endpoint.model_units * UNIT_TOKENS_PER_SECOND
             bought.append(
@@ -183,6 +217,7 @@ def _endpoint(section: _Endpoint) -> Endpoint:
         adapter=section.adapter,
         workload=section.workload,
         model_units=section.model_units,
+        max_output_tokens=section.max_output_tokens,
         tenants=None if section.tenants is None else frozenset(section.tenants),
         limits=None if limits is None else LimitTerms(**limits.model_dump()),
         price=None if price is None else Price(**price.model_dump()),

@@ -109,7 +109,9 @@ class Gate:
         found = {value for name, value in scope["headers"] if name == b"authorization"}
         found |= {b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"}
         # two credentials would leave open which one counts
-        credential = found.pop().decode("latin-1") if len(found) == 1 else None
+        if len(found) > 1:
+            raise Unauthorized("the request has several keys; send one")
+        credential = found.pop().decode("latin-1") if found else None
         return self._tenants.authenticate(credential)
 
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:

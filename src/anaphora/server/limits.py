@@ -73,14 +73,31 @@ class Limiter:
         self._accounts: dict[tuple[str, str], _Account] = {}
         self._num_running = 0
 
+    @property
+    def num_running(self) -> int:
+        """Requests that were let in and have not ended."""
+        return self._num_running
+
     def update(self, terms: Mapping[tuple[str, str], LimitTerms]) -> None:
         """Limits by tenant and endpoint, each possibly ``*``; running requests keep their place."""
         self._terms = dict(terms)
 
-    def admit(self, tenant: str, endpoint: str, num_input: int, num_output: int) -> Reservation:
-        """Takes a request's share. Raises ``RateLimited`` and then has taken nothing."""
+    def admit(
+        self,
+        tenant: str,
+        endpoint: str,
+        num_input: int,
+        num_output: int,
+        *,
+        is_line: bool = False,
+    ) -> Reservation:
+        """Takes a request's share. Raises ``RateLimited`` and then has taken nothing.
+
+        A batch's line is bound by the limits of its endpoint alone, and by no number of requests:
+        it has a queue of its own.
+        """
         now = self._clock()
-        if self._num_running >= self._max_requests:
+        if not is_line and self._num_running >= self._max_requests:
             raise RateLimited(
                 f"the server has {self._num_running} requests, as many as it takes at a time; try "
                 "again soon",
@@ -88,7 +105,7 @@ class Limiter:
             )
         accounts = [
             account
-            for name in (ANY, endpoint)
+            for name in ((endpoint,) if is_line else (ANY, endpoint))
             if (account := self._account(tenant, name, now)) is not None
         ]
         wanted: dict[Kind, float] = {
@@ -102,8 +119,8 @@ class Limiter:
             account.num_running += 1
             for kind, bucket in account.buckets.items():
                 bucket.level -= wanted[kind]
-        self._num_running += 1
-        return Reservation(self, accounts, num_input, num_output)
+        self._num_running += not is_line
+        return Reservation(self, accounts, num_input, num_output, is_line=is_line)
 
     def _check(self, account: _Account, wanted: Mapping[Kind, float]) -> None:
         terms = account.terms
@@ -160,15 +177,22 @@ class Limiter:
             for kind, bucket in account.buckets.items():
                 bucket.refill(now)
                 bucket.level = min(bucket.level + unused[kind], float(bucket.limit))
-        self._num_running -= 1
+        self._num_running -= not reservation.is_line
 
 
 class Reservation:
     """What one request has taken, until ``settle``."""
 
     def __init__(
-        self, limiter: Limiter, accounts: list[_Account], num_input: int, num_output: int
+        self,
+        limiter: Limiter,
+        accounts: list[_Account],
+        num_input: int,
+        num_output: int,
+        *,
+        is_line: bool,
     ) -> None:
+        self.is_line = is_line
         self.accounts = accounts
         self.num_input = num_input
         self.num_output = num_output

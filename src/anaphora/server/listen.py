@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import ssl
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -107,8 +108,8 @@ def bind(host: str, port: int, *, tenants: Tenants) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     if tenants.is_open and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise ConfigError(
-            f"--host {host} lets other machines in, but there is no key; add --api-key, "
-            "or use --host 127.0.0.1"
+            f"--host {host} lets other machines in, but there is no key; make one with "
+            "'anaphora tenants add NAME', add --api-key, or use --host 127.0.0.1"
         )
     # asyncio sends small writes at once (TCP_NODELAY) only on sockets that name their protocol
     sock = socket.socket(family, kind, protocol)
@@ -132,8 +133,22 @@ def url_of(sock: socket.socket, tls: Tls | None = None) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def build_server(app: FastAPI, tls: Tls | None = None) -> uvicorn.Server:
-    """Uvicorn for ``app``; ``await server.serve(sockets=[sock])`` runs it until SIGTERM."""
+class DrainingServer(uvicorn.Server):
+    """Goes on listening after a first SIGTERM or SIGINT, so that whoever asks is told to go
+    elsewhere; whoever calls sets ``should_exit`` when nothing runs any more. A second one ends it.
+    """
+
+    is_leaving = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called for each signal."""
+        if self.is_leaving:
+            super().handle_exit(sig, frame)
+        self.is_leaving = True
+
+
+def build_server(app: FastAPI, tls: Tls | None = None) -> DrainingServer:
+    """Uvicorn for ``app``; ``await server.serve(sockets=[sock])`` runs it until it should exit."""
     config = uvicorn.Config(
         app,
         http=_TimedProtocol,
@@ -148,4 +163,4 @@ def build_server(app: FastAPI, tls: Tls | None = None) -> uvicorn.Server:
         ssl_certfile=None if tls is None else tls.certfile,
         ssl_keyfile=None if tls is None else tls.keyfile,
     )
-    return uvicorn.Server(config)
+    return DrainingServer(config)

@@ -15,6 +15,7 @@ from anaphora.server.usage import UsageLog, UsageRow, now
 from anaphora.types import CacheReport, FinishReason, Workload
 
 _STATUS: Mapping[FinishReason, int] = {"stop": 200, "length": 200, "abort": 499, "error": 500}
+_CLIENT_ERROR, _CLIENT_LEFT, _GIVEN_BACK = 400, 499, 503
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Asked:
     endpoint: Endpoint
     workload: Workload
     adapter: str
+    is_line: bool  # of a batch file
     num_input_tokens: int
     num_output_tokens: int  # at most
 
@@ -49,7 +51,7 @@ class Meter:
         self,
         asked: Asked,
         *,
-        limiter: Limiter | None,
+        limiter: Limiter,
         metrics: Metrics,
         usage_log: UsageLog | None,
         weights: Weights,
@@ -63,18 +65,19 @@ class Meter:
         self._weights = weights
         self._reservation: Reservation | None = None
         self._is_running = False
+        self.finish_reason: FinishReason | None = None
         self._started = time.perf_counter()
 
     def begin(self) -> None:
         """Raises ``RateLimited``."""
         asked = self.asked
-        if self._limiter is not None:
-            self._reservation = self._limiter.admit(
-                asked.caller.tenant,
-                asked.endpoint.name,
-                asked.num_input_tokens,
-                asked.num_output_tokens,
-            )
+        self._reservation = self._limiter.admit(
+            asked.caller.tenant,
+            asked.endpoint.name,
+            asked.num_input_tokens,
+            asked.num_output_tokens,
+            is_line=asked.is_line,
+        )
         self._is_running = True
         self._started = time.perf_counter()
 
@@ -124,6 +127,7 @@ class Meter:
             "input_tokens": used.input_tokens,
             "cached_tokens": used.cached_tokens,
             "output_tokens": used.output_tokens,
+            "finish_reason": self.finish_reason,
             "ttft": used.ttft if used.ttft is None else round(used.ttft, 6),
         }
 
@@ -134,9 +138,15 @@ class Meter:
         if not self._is_running:
             return
         self._is_running = False
+        self.finish_reason = reason
+        status = _STATUS[reason] if status is None else status
+        if self.asked.is_line and status == _CLIENT_LEFT:
+            status = _GIVEN_BACK  # a batch's line that will run again: nobody pays twice
         used, asked = self.used, self.asked
         if self._reservation is not None:
             self._reservation.settle(num_cached=used.cached_tokens, num_output=used.output_tokens)
+        if _CLIENT_ERROR <= status < _CLIENT_LEFT and not used.input_tokens:
+            return  # refused after all, as a constraint can be when it is tried
         self._counters.end(reason)
         if self._usage_log is None:
             return
@@ -160,6 +170,6 @@ class Meter:
                 ttft=used.ttft,
                 duration=self.seconds,
                 finish_reason=reason,
-                status=_STATUS[reason] if status is None else status,
+                status=status,
             )
         )

@@ -89,6 +89,12 @@ class Registry:
             rows = connection.execute(select(TENANTS).order_by(TENANTS.c.name)).mappings()
             return [{**row, "num_keys": usable[row["name"]]} for row in rows]
 
+    def since(self, name: str) -> float | None:
+        """When the tenant of this name was added: an earlier one of the name was somebody else."""
+        with self._store.read() as connection:
+            query = select(TENANTS.c.created_at).where(TENANTS.c.name == name)
+            return connection.execute(query).scalar()
+
     def _names(self) -> list[str]:
         with self._store.read() as connection:
             return list(connection.execute(select(TENANTS.c.name)).scalars())
@@ -102,7 +108,8 @@ class Registry:
         """
         if seconds is not None and not 0 < seconds < 1e10:
             raise InvalidRequest(
-                f"expires_in_seconds is {seconds:g}; it must be above 0", param="expires_in_seconds"
+                f"expires_in_seconds is {seconds:g}; it must be above 0 and below 1e10",
+                param="expires_in_seconds",
             )
         secret = KEY_PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
@@ -178,7 +185,9 @@ class Registry:
         values = dataclasses.asdict(terms)
         for name, value in values.items():
             if value is not None and not 0 <= value < 2**53:
-                raise InvalidRequest(f"{name} is {value}; it must be 0 or more", param=name)
+                raise InvalidRequest(
+                    f"{name} is {value}; it must be 0 or more and below 2^53", param=name
+                )
         with self._store.write() as connection:
             same = (LIMITS.c.tenant == tenant) & (LIMITS.c.endpoint == endpoint)
             connection.execute(delete(LIMITS).where(same))

@@ -24,6 +24,7 @@ from anaphora.errors import (
 )
 from anaphora.server.batch_runner import BatchRunner
 from anaphora.server.endpoints import Endpoint, Endpoints
+from anaphora.server.envelope import log_failure
 from anaphora.server.gate import Drain
 from anaphora.server.generation import Generation
 from anaphora.server.internal import internal_of
@@ -94,7 +95,9 @@ class Service:
         self.usage_log = None if store is None else UsageLog(store)
         self._store = store
         self._revision = -1  # of the database, as last read
-        self._stored_tenants: frozenset[str] = frozenset()
+        # Names and since when: a name can be given to somebody else.
+        self._stored_tenants: frozenset[tuple[str, float]] = frozenset()
+        self._reason = ""  # why they could not be read the last time
         self.limiter.update(endpoints.limits())
         if self.usage_log is not None:
             metrics.watch(self.usage_log)
@@ -125,11 +128,21 @@ class Service:
 
     async def _watch(self) -> None:
         while True:
-            try:
-                await self.refresh()
-            except (StoreUnavailable, EngineError) as error:
-                logger.warning("tenants and limits stay as they are: %s", error)
+            await self.take_over()
             await asyncio.sleep(_REFRESH_SECONDS)
+
+    async def take_over(self) -> None:
+        """``refresh``, again in a second if it fails; whatever fails, the server goes on."""
+        reason = ""
+        try:
+            await self.refresh()
+        except (StoreUnavailable, EngineError) as error:
+            reason = str(error)
+        except Exception as error:
+            log_failure("of taking over tenants and limits", error)
+        if reason and reason != self._reason:
+            logger.warning("tenants and limits stay as they are: %s", reason)
+        self._reason = reason
 
     async def refresh(self) -> None:
         """Keys and limits as the database has them now. Raises ``StoreUnavailable``."""
@@ -139,7 +152,8 @@ class Service:
         keys, limits, tenants = await self.store.run(_read_registry, Registry(self.store))
         self.tenants.update(keys)
         self.limiter.update({**self.endpoints.limits(), **limits})
-        for tenant in self._stored_tenants - tenants:
+        for tenant, _ in self._stored_tenants - tenants:
+            self.responses.forget(tenant)
             await self.llm.command(PurgeCache(tenant=tenant))
         self._stored_tenants = tenants
         self._revision = revision
@@ -174,9 +188,9 @@ class Service:
             raise Forbidden(
                 "this key may only act on its own tenant; "
                 + (
-                    "use the admin key"
+                    "this takes an admin key"
                     if self.tenants.has_admin_key
-                    else "the operator starts the server with --admin-key to have one for this"
+                    else "the operator makes an admin key with 'anaphora keys create --admin'"
                 )
             )
 
@@ -315,6 +329,7 @@ class Service:
 
         ``workload`` is what the client asks for, which can only lower the endpoint's.
         """
+        params = _bounded(params, endpoint)
         num_choices = len(prompts) * params.n
         if num_choices > MAX_CHOICES_PER_REQUEST:
             raise InvalidRequest(
@@ -329,12 +344,13 @@ class Service:
             endpoint=endpoint,
             workload="batch" if internal else endpoint.workload_of(workload),
             adapter=scope.adapter,
+            is_line=internal is not None,
             num_input_tokens=sum(map(len, prompts)),
             num_output_tokens=sum(self._max_output(prompt, params) for prompt in prompts),
         )
         meter = Meter(
             asked,
-            limiter=self.limiter if internal is None else None,  # batches have files' limits
+            limiter=self.limiter,
             metrics=self.metrics,
             usage_log=self.usage_log,
             weights=self.weights,
@@ -358,13 +374,26 @@ class Service:
         return params.n * min(asked, longest)
 
 
+def _bounded(params: SamplingParams, endpoint: Endpoint) -> SamplingParams:
+    """With the endpoint's bound of an answer. Raises ``InvalidRequest`` beyond it."""
+    most = endpoint.max_output_tokens
+    if most is None or (params.max_tokens is not None and params.max_tokens <= most):
+        return params
+    if params.max_tokens is not None:
+        raise InvalidRequest(
+            f"max_tokens is {params.max_tokens}; this endpoint gives at most {most}",
+            param="max_tokens",
+        )
+    return msgspec.structs.replace(params, max_tokens=max(most, params.min_tokens))
+
+
 def _read_registry(
     registry: Registry,
-) -> tuple[list[KnownKey], dict[tuple[str, str], LimitTerms], frozenset[str]]:
+) -> tuple[list[KnownKey], dict[tuple[str, str], LimitTerms], frozenset[tuple[str, float]]]:
     return (
         stored_keys(registry),
         registry.limits(),
-        frozenset(row["name"] for row in registry.tenants()),
+        frozenset((row["name"], row["created_at"]) for row in registry.tenants()),
     )
 
 

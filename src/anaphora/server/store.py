@@ -56,6 +56,9 @@ class Store:
         self._lock = threading.RLock() if where == MEMORY else contextlib.nullcontext()
         self._engine = _open(where)
         self._is_closed = False
+        is_file = self._engine.dialect.name == "sqlite" and where != MEMORY and "://" not in where
+        self._place = where if is_file else None
+        self._identity = _identity(where) if is_file else None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "database")
         try:
             with self.write() as connection:
@@ -89,6 +92,10 @@ class Store:
     def _open(self) -> Engine:
         if self._is_closed:  # it would begin anew, empty
             raise StoreUnavailable("the database is closed")
+        if self._place is not None and _identity(self._place) != self._identity:
+            raise StoreUnavailable(
+                "its file was removed or replaced while the server ran; put it back, or restart"
+            )
         return self._engine
 
     def revision(self) -> int:
@@ -114,6 +121,14 @@ class Store:
         with self._lock:
             self._is_closed = self.is_volatile
             self._engine.dispose()
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _next(items: Iterator[T]) -> tuple[T] | None:

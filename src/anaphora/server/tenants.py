@@ -126,7 +126,8 @@ class Tenants:
         if not is_known or key is None or scheme.lower() != "bearer" or self._has_expired(key):
             state = "wrong" if authorization else "missing"
             raise Unauthorized(
-                f"the API key is {state}; send it as the header 'Authorization: Bearer <key>'"
+                f"the API key is {state}; send it as the header 'Authorization: Bearer <key>' "
+                "or 'x-api-key: <key>'"
             )
         return key.caller
 

@@ -32,6 +32,7 @@ class Upload:
         self.filename: str | None = None
         self.chunks: list[bytes] = []  # whole ones that nobody has taken yet
         self.num_bytes = 0
+        self.is_whole = False  # whether its end has come
         self._buffer = bytearray()
         self._headers: dict[bytes, bytes] = {}
         self._header_name, self._header_value = b"", b""
@@ -48,7 +49,11 @@ class Upload:
             "on_header_value": self._add_header_value,
             "on_header_end": self._end_header,
             "on_headers_finished": self._end_headers,
+            "on_end": self._end,
         }
+
+    def _end(self) -> None:
+        self.is_whole = True
 
     def rest(self) -> bytes:
         """What does not fill a chunk, at the end."""
@@ -125,6 +130,8 @@ async def receive(request: Request, files: FileStore) -> tuple[str, Upload]:
                 number += 1
             upload.chunks.clear()
         parser.finalize()
+        if not upload.is_whole:
+            raise InvalidRequest("the form is cut off before its end; send it again", param="file")
         if rest := upload.rest():
             await files.store.run(files.append, file_id, number, rest)
         if upload.filename is None:

@@ -48,6 +48,7 @@ class UsageRow:
 
 FIELDS = dataclasses.fields(UsageRow)
 COLUMNS = tuple(field.name for field in FIELDS)
+HEADER = tuple("class" if name == "workload" else name for name in COLUMNS)  # as people say
 
 
 class UsageLog:
