@@ -434,3 +434,10 @@ def test_a_model_with_terms_is_refused_until_they_are_accepted(
         assert "anaphora pull gemma3-270m --accept-license" in err
         assert out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_cuts_nothing_off_in_a_narrow_terminal(run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, output, _ = run("serve", "--help")
+    assert status == 0
+    assert "…" not in output

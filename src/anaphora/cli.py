@@ -24,6 +24,7 @@ from anaphora.cli_common import (
     DtypeOption,
     ModelArgument,
     Threads,
+    fold_help,
     option,
     table,
 )
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. A mistake of the user's is one red line and exit status 2."""
     try:
         words = sys.argv[1:] if argv is None else argv
+        fold_help()
         app(args=repeat_lora_modules(words), prog_name="anaphora")
     except AnaphoraError as error:
         line = Text(f"error: {error}", style="red")

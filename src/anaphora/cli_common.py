@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich import columns
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from typer import rich_utils
 
 from anaphora.config import Dtype
 from anaphora.errors import ConfigError
@@ -70,6 +72,20 @@ def console(*, stderr: bool = False) -> Console:
     folded in a pipe."""
     found = Console(stderr=stderr)
     return found if found.is_terminal else Console(stderr=stderr, width=_PIPE_WIDTH)
+
+
+def fold_help() -> None:
+    """Has typer's --help go on in the next line where a narrow terminal would cut words off."""
+    for module in (rich_utils, columns):
+        vars(module)["Table"] = _FoldedTable
+
+
+class _FoldedTable(Table):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Words that do not fit go on in the next line."""
+        for column in self.columns:
+            column.overflow = "fold"
+        return super().__rich_console__(console, options)
 
 
 def table(title: str) -> Table:
