@@ -93,10 +93,11 @@ class Load:
             await self.ask("chat", f"chat{number % 3}")
 
     async def gold_arrivals(self, phase: Phase, seconds: float) -> None:
-        end = time.perf_counter() + seconds
+        rng = random.Random(5)  # the same arrivals in every phase
+        due = start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            while (wait := self.rng.expovariate(self.rate)) + time.perf_counter() < end:
-                await asyncio.sleep(wait)
+            while (due := due + rng.expovariate(self.rate)) < start + seconds:
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 group.create_task(self.ask("gold", "owner", phase))
 
     async def gold_client(self) -> None:

@@ -136,6 +136,11 @@ class Accounts:
         if not account.is_active and account.rank < NUM_RANKS:
             self._floor[account.rank] = max(self._floor[account.rank], account.served)
 
+    @property
+    def has_bought(self) -> bool:
+        """Whether anybody has bought capacity."""
+        return bool(self._bought)
+
     def waiting(self) -> Iterator[Sequence]:
         """All that wait, whatever for."""
         for accounts in (*self._of_rank, self._held()):

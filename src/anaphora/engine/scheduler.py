@@ -18,6 +18,8 @@ from anaphora.engine.accounts import NUM_RANKS, Account, Accounts
 from anaphora.engine.sequence import Sequence, SequenceStatus
 from anaphora.types import FinishReason
 
+_SHORT_STEP = 64  # tokens of others, where somebody has bought capacity
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
@@ -99,6 +101,9 @@ class Scheduler:
             for seq in decodes[rank]:
                 self._continue(seq, step)
             self._schedule_prefills(rank, prefills[rank], step)
+            if rank == 0 and self.accounts.has_bought:
+                # Whoever bought capacity waits for the step that runs: it is to be a short one.
+                step.budget = min(step.budget, max(_SHORT_STEP, self.max_num_seqs))
         self.cache.prepare()
         return step.chunks
 
