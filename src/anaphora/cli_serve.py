@@ -244,7 +244,7 @@ class _Served:
 async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.socket) -> None:
     from anaphora.async_llm import AsyncLLM
     from anaphora.server.app import MAX_REQUESTS, create_app
-    from anaphora.server.listen import build_server, url_of
+    from anaphora.server.listen import build_server, shorten_pauses, url_of
 
     # uvicorn shuts down gracefully and then raises the signal again; without a handler that would
     # end this process before the engine's
@@ -274,6 +274,7 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
         running = asyncio.create_task(service.run(web_app))
         leave = _leave(server, service, running, llm, served.drain_seconds)
         leaving = asyncio.create_task(leave)
+        shorten_pauses()
         await server.serve(sockets=[sock])
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)  # lines of batches are given back

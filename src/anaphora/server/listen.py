@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import ipaddress
 import socket
 import ssl
+import sys
 from pathlib import Path
 from types import FrameType
 
@@ -145,6 +147,17 @@ class DrainingServer(uvicorn.Server):
         if self.is_leaving:
             super().handle_exit(sig, frame)
         self.is_leaving = True
+
+
+def shorten_pauses() -> None:
+    """For a process whose event loop serves clients; once all that lives long is there.
+
+    The collector looks at that no more (10 ms each time), and a thread that computes gives the
+    interpreter up after a millisecond instead of five.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(0.001)
 
 
 def build_server(app: FastAPI, tls: Tls | None = None) -> DrainingServer:

@@ -19,6 +19,7 @@ logger = logging.getLogger("anaphora.usage")
 
 _RETRY_SECONDS = 1.0
 _MAX_ROWS_AT_ONCE = 1000
+_GATHER_SECONDS = 0.1
 MAX_PENDING_ROWS = 100_000  # while the database cannot be written; some 50 MB
 
 
@@ -98,9 +99,7 @@ class UsageLog:
 
     def _run(self) -> None:
         while True:
-            items = [self._rows.get()]
-            while len(items) < _MAX_ROWS_AT_ONCE and not self._rows.empty():
-                items.append(self._rows.get())
+            items = self._gather()
             rows = [item for item in items if isinstance(item, UsageRow)]
             if rows and not self._write(rows):
                 return
@@ -109,6 +108,19 @@ class UsageLog:
                     item.set()
             if None in items:
                 return
+
+    def _gather(self) -> list[UsageRow | threading.Event | None]:
+        """What comes in a while, so that many rows are one commit; at once if somebody waits."""
+        items = [self._rows.get()]
+        end = time.monotonic() + _GATHER_SECONDS
+        while len(items) < _MAX_ROWS_AT_ONCE:
+            is_awaited = not isinstance(items[-1], UsageRow)
+            try:
+                wait = 0.0 if is_awaited else max(0.0, end - time.monotonic())
+                items.append(self._rows.get(timeout=wait) if wait else self._rows.get_nowait())
+            except queue.Empty:
+                break
+        return items
 
     def _write(self, rows: Iterable[UsageRow]) -> bool:
         """Writes ``rows``, however long it takes; False if that is given up."""
