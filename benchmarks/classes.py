@@ -257,7 +257,7 @@ def plot(load: Load, phases: list[Phase], bought: float, path: str) -> None:
     ]
     axes.stackplot(times, lines, labels=CLASSES, colors=[COLOURS[c] for c in CLASSES], alpha=0.85)
     axes.axhline(bought, color="#5a3e00", linewidth=1, linestyle="--")
-    axes.annotate("bought", (0, bought), textcoords="offset points", xytext=(2, 3), fontsize=8)
+    axes.annotate("bought", (25, bought), textcoords="offset points", xytext=(2, 3), fontsize=8)
     top = axes.get_ylim()[1]
     for phase in phases:
         axes.axvline(phase.start - start, color="black", linewidth=0.6)
@@ -266,7 +266,7 @@ def plot(load: Load, phases: list[Phase], bought: float, path: str) -> None:
     axes.set_xlim(0, phases[-1].end - start)
     axes.set_xlabel("seconds")
     axes.set_ylabel("weighted tokens a second")
-    axes.legend(loc="lower right", fontsize=8, framealpha=0.9)
+    axes.legend(loc="center left", fontsize=8, framealpha=0.9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()

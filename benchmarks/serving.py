@@ -54,9 +54,9 @@ async def main():
     store = Store(sys.argv[1])
     app = create_app(FakeLLM(), tenants, store=store)
     sock = bind("127.0.0.1", 0, tenants=tenants)
-    print(url_of(sock) + "/v1", flush=True)
     server = build_server(app)
     shorten_pauses()
+    print(url_of(sock) + "/v1", flush=True)
     server.is_leaving = True  # the first signal ends it
     await server.serve(sockets=[sock])
     app.state.service.close()
@@ -159,6 +159,7 @@ def overhead() -> None:
         tempfile.TemporaryDirectory() as name,
         process([sys.executable, "-c", FAKE_SERVER, f"{name}/a.db"], Path(name)) as (url, _),
     ):
+        time.sleep(1)
         asyncio.run(measure_overhead(url, 100, 3))
         runs = [asyncio.run(measure_overhead(url, 100, 20)) for _ in range(3)]
         lines = (Path(name) / "log").read_text().splitlines()

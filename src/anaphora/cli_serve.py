@@ -269,12 +269,12 @@ async def _serve(served: _Served, tenants: Tenants, store: Store, sock: socket.s
         )
         service = web_app.state.service
         _warn_of_strangers(service)
+        shorten_pauses()
         Console().print(_resolved(served, llm.info, service, store, url_of(sock, served.tls)))
         server = build_server(web_app, served.tls)
         running = asyncio.create_task(service.run(web_app))
         leave = _leave(server, service, running, llm, served.drain_seconds)
         leaving = asyncio.create_task(leave)
-        shorten_pauses()
         await server.serve(sockets=[sock])
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)  # lines of batches are given back

@@ -190,7 +190,8 @@ class Service:
                 + (
                     "this takes an admin key"
                     if self.tenants.has_admin_key
-                    else "the operator makes an admin key with 'anaphora keys create --admin'"
+                    else "the operator makes an admin key: --admin-key, or "
+                    "'anaphora keys create --admin'"
                 )
             )
 
