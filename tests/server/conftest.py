@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterator
 
 import httpx
@@ -14,6 +16,15 @@ def serve() -> Iterator[Serve]:
     """Starts servers that stop after the test."""
     with serving() as start:
         yield start
+
+
+@pytest.fixture
+def let_go_of_sockets() -> Iterator[None]:
+    """For clients that keep connections and never close them."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

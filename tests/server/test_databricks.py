@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,14 +19,7 @@ from anaphora.fake import FakeLLM
 from tests.server.running import HELLO, Running, Serve, serving
 from tests.server.test_tools import HARMONY_ANSWER, HARMONY_CALL, TOOL, enqueue
 
-
-@pytest.fixture(autouse=True)
-def _let_go_of_sockets():
-    """These clients keep connections and never close them."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+pytestmark = pytest.mark.usefixtures("let_go_of_sockets")
 
 
 INVOKE = "/serving-endpoints/fake/invocations"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +14,7 @@ from tests.server.running import HELLO, Running, serving
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is fetched when it is imported
 import litellm
 
-
-@pytest.fixture(autouse=True)
-def _let_go_of_sockets():
-    """These clients keep connections and never close them."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+pytestmark = pytest.mark.usefixtures("let_go_of_sockets")
 
 
 LONG = "Why is the sky blue, and why is it red in the evening?"
