@@ -264,17 +264,17 @@ def test_a_batch_that_has_ended_cannot_be_cancelled(store, serve):
 
 
 def test_at_the_windows_end_what_is_done_is_kept(store, serve, monkeypatch):
-    server = serve(store=store, llm=FakeLLM(token_delay=0.02))
+    server = serve(store=store, llm=FakeLLM(token_delay=0.15))
     with server.openai() as client:
-        monkeypatch.setattr("anaphora.server.batches._WINDOW_SECONDS", {"m": 1.0})
+        monkeypatch.setattr("anaphora.server.batches._WINDOW_SECONDS", {"m": 4.0})
         monkeypatch.setattr("anaphora.server.batches._MIN_WINDOW", 1.0)
-        batch = start(client, jsonl([line(i, max_tokens=10) for i in range(900)]), window="1m")
+        batch = start(client, jsonl([line(i, max_tokens=10) for i in range(1600)]), window="1m")
         done = finished(client, batch)
         assert done.status == "expired"
         good, rest = results(client, done.output_file_id), results(client, done.error_file_id)
     assert good
     assert {row["error"]["code"] for row in rest} == {"batch_expired"}
-    assert len(good) + len(rest) == 900
+    assert len(good) + len(rest) == 1600
     urgent = [request.urgent_in for request in server.llm.requests]
     assert urgent[-1] == 0 < urgent[0]  # it could not be done in time, and was hurried
 
