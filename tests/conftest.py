@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from anaphora import cli, cli_common
 from anaphora.loaders.sources import CACHE_VARIABLE, models_dir, pull, resolve
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,3 +35,21 @@ def smollm2_path() -> Path:
 def gemma3_path() -> Path:
     """A real Gemma 3 of 270 million parameters; pulled if need be, under Google's terms."""
     return pull("gemma3-270m", accept_license=True)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command's exit status, stdout and stderr."""
+    for name in (cli_common.API_KEY_VARIABLE, cli_common.ADMIN_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            cli.main(arguments)
+            status = 0
+        except SystemExit as error:
+            status = int(error.code or 0)
+        return status, *capsys.readouterr()
+
+    return run

@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,26 +22,7 @@ from anaphora.machine import usable_cores
 from anaphora.ops.native import kernel_name
 from anaphora.server.gate import Drain
 from anaphora.types import ModelInfo
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command's exit status, stdout and stderr."""
-    for name in (cli.API_KEY_VARIABLE, cli_serve.ADMIN_KEY_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        try:
-            cli.main(arguments)
-            status = 0
-        except SystemExit as error:
-            status = int(error.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
+from tests.conftest import Run
 
 
 class ScriptedLLM(FakeLLM):

@@ -9,26 +9,14 @@ import re
 import pyarrow.parquet
 import pytest
 
-from anaphora import cli
 from anaphora.server.store import Store
 from anaphora.server.usage import UsageLog
 from tests.server.test_usage import row
 
 
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.fixture(autouse=True)
+def _own_database(monkeypatch, tmp_path):
     monkeypatch.setenv("ANAPHORA_DATABASE", str(tmp_path / "a.db"))
-
-    def run(*arguments):
-        try:
-            cli.main(arguments)
-            status = 0
-        except SystemExit as error:
-            status = int(error.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def test_a_tenant_from_its_first_key_to_its_end(run):

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from anaphora.cache.shares import Owner
 from anaphora.config import BoughtCapacity, Weights
 from anaphora.types import CacheScope
 from tests.engine.driving import make_driver, prompt
@@ -268,3 +269,22 @@ def test_accounts_of_many_tenants_are_forgotten(tiny_path):
         request_id = driver.add([5], scope=tenant(f"t{i}"), max_tokens=1)
         driver.engine.abort(request_id)
     assert len(driver.engine.scheduler.accounts._of_rank[1]) <= 4096
+
+
+def test_an_account_that_was_forgotten_while_its_prompt_was_hashed_is_served(tiny_path):
+    driver, _ = start(tiny_path, num_blocks=400)
+    long = driver.add(prompt(1, 3000), scope=tenant("patient"), max_tokens=1)  # hashed elsewhere
+    for i in range(4100):
+        driver.engine.scheduler.accounts.of(Owner(f"t{i}", "interactive"), "")
+    driver.finish()
+    assert len(driver.tokens(long)) == 1
+
+
+def test_others_steps_are_short_where_somebody_has_bought_capacity(tiny_path):
+    for capacity in (True, False):
+        make = bought_driver if capacity else lambda path, clock, **more: start(path, **more)
+        driver, ledger = make(tiny_path, Clock(), max_num_batched_tokens=128)
+        driver.add(prompt(1, 200), scope=tenant("chat"), max_tokens=1)
+        driver.step()
+        assert ledger.steps[0] == {"chat": 64 if capacity else 128}
+        driver.finish()

@@ -168,6 +168,7 @@ def test_completions_too(store, serve):
         (jsonl([line(1), line(1)]), ["duplicate_custom_id"]),
         (jsonl([line(1) | {"custom_id": ""}]), ["invalid_custom_id"]),
         (jsonl([line(1) | {"custom_id": 5}]), ["invalid_custom_id"]),
+        (jsonl([line(1) | {"custom_id": "a\0"}]), ["invalid_custom_id"]),
         (jsonl([line(1) | {"method": "GET"}]), ["invalid_method"]),
         (jsonl([line(1, url="/v1/embeddings")]), ["mismatched_url"]),
         (jsonl([line(1) | {"body": None}]), ["invalid_body"]),

@@ -104,6 +104,8 @@ class Accounts:
 
     def add(self, seq: Sequence) -> None:
         """A new sequence waits."""
+        # While its prompt was hashed its account, idle as yet, may have been forgotten.
+        seq.account = self.of(seq.owner, seq.endpoint)
         if seq.urgent_at is not None and seq.account.rank == _BATCH:
             heapq.heappush(self._deadlines, (seq.urgent_at, next(self._numbers), seq))
         self._wake(seq.account)
@@ -149,6 +151,8 @@ class Accounts:
 
     def of_rank(self, rank: int) -> Iterator[Account]:
         """Accounts of one rank in which somebody waits."""
+        if not self.num_waiting:
+            return iter(())
         return (account for account in self._of_rank[rank].values() if account.waiting)
 
     def charge_cached(self, seq: Sequence, num_tokens: int) -> None:

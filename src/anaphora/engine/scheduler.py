@@ -103,7 +103,7 @@ class Scheduler:
             self._schedule_prefills(rank, prefills[rank], step)
             if rank == 0 and self.accounts.has_bought:
                 # Whoever bought capacity waits for the step that runs: it is to be a short one.
-                step.budget = min(step.budget, max(_SHORT_STEP, self.max_num_seqs))
+                step.budget = min(step.budget, max(_SHORT_STEP, len(self.running)))
         self.cache.prepare()
         return step.chunks
 

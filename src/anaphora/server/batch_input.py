@@ -83,8 +83,13 @@ class BatchInput:
         if not isinstance(content, dict):
             return "invalid_line", "the line is no JSON object", None
         custom_id, body = content.get("custom_id"), content.get("body")
-        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_ID_CHARS:
-            message = f"custom_id must be a string of 1 to {_MAX_ID_CHARS} characters"
+        # printable, because PostgreSQL takes no NUL
+        if not (
+            isinstance(custom_id, str)
+            and 1 <= len(custom_id) <= _MAX_ID_CHARS
+            and custom_id.isprintable()
+        ):
+            message = f"custom_id must be a string of 1 to {_MAX_ID_CHARS} printable characters"
             return "invalid_custom_id", message, "custom_id"
         if custom_id in self._ids:
             return "duplicate_custom_id", "custom_id is that of an earlier line", "custom_id"

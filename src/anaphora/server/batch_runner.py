@@ -73,15 +73,15 @@ class BatchRunner:
         max_in_flight: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._app = app
-        self._store = store
-        self._endpoints = endpoints
-        self._batches = BatchStore(store)
-        self._files = FileStore(store)
-        self._places = asyncio.Semaphore(max_in_flight)
-        self._clock = clock
+        self.app = app
+        self.store = store
+        self.endpoints = endpoints
+        self.batches = BatchStore(store)
+        self.files = FileStore(store)
+        self.places = asyncio.Semaphore(max_in_flight)
+        self.clock = clock
         self._server = secrets.token_hex(8)
-        self._states: dict[str, Status] = {}
+        self.states: dict[str, Status] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outcomes: list[tuple[str, Outcome, asyncio.Future[None]]] = []
         self._has_outcomes = asyncio.Event()
@@ -93,15 +93,15 @@ class BatchRunner:
         try:
             while True:
                 try:
-                    now = self._clock()
+                    now = self.clock()
                     if self._tasks:
-                        self._states = await self._store.run(
-                            self._batches.renew, self._server, list(self._tasks), _CLAIM_SECONDS
+                        self.states = await self.store.run(
+                            self.batches.renew, self._server, list(self._tasks), _CLAIM_SECONDS
                         )
-                        for batch_id in set(self._tasks) - set(self._states):
+                        for batch_id in set(self._tasks) - set(self.states):
                             self._tasks[batch_id].cancel()  # another server has it by now
                     if now >= next_sweep:
-                        await self._store.run(self._files.sweep)
+                        await self.store.run(self.files.sweep)
                         next_sweep = now + _SWEEP_SECONDS
                     await self._claim()
                 except StoreUnavailable as error:
@@ -113,11 +113,11 @@ class BatchRunner:
             await self._stop(recording)
 
     async def _claim(self) -> None:
-        found = await self._store.run(self._batches.claim, self._server, _CLAIM_SECONDS)
+        found = await self.store.run(self.batches.claim, self._server, _CLAIM_SECONDS)
         for batch in found:
-            self._states[batch.id] = batch.status
-            task = asyncio.create_task(self._guard(batch))
-            self._tasks[batch.id] = task
+            if batch.id not in self._tasks:  # else our own claim ran out for a moment
+                self.states[batch.id] = batch.status
+                self._tasks[batch.id] = asyncio.create_task(self._guard(batch))
 
     async def _stop(self, recording: asyncio.Task[None]) -> None:
         claimed, tasks = list(self._tasks), list(self._tasks.values())
@@ -127,7 +127,7 @@ class BatchRunner:
         recording.cancel()
         await asyncio.gather(recording, return_exceptions=True)
         with contextlib.suppress(StoreUnavailable):
-            await self._store.run(self._batches.renew, self._server, claimed, 0.0)
+            await self.store.run(self.batches.renew, self._server, claimed, 0.0)
 
     async def _guard(self, batch: Batch) -> None:
         try:
@@ -137,7 +137,7 @@ class BatchRunner:
         finally:
             del self._tasks[batch.id]
 
-    async def _record(self, batch_id: str, outcome: Outcome) -> None:
+    async def record(self, batch_id: str, outcome: Outcome) -> None:
         """Returns once the result is in the database."""
         recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outcomes.append((batch_id, outcome, recorded))
@@ -162,9 +162,11 @@ class BatchRunner:
     async def _write(self, batch_id: str, outcomes: list[Outcome]) -> None:
         while True:
             try:
-                return await self._store.run(self._batches.record, batch_id, outcomes)
+                return await self.store.run(self.batches.record, batch_id, outcomes)
             except StoreUnavailable as error:
                 logger.warning("results of %s wait: %s", batch_id, error)
+            except Exception as error:  # the results of other batches go on
+                log_failure(batch_id, error)
             await asyncio.sleep(_RETRY_SECONDS)
 
 
@@ -174,7 +176,7 @@ class _Run:
     def __init__(self, runner: BatchRunner, batch: Batch) -> None:
         self._runner = runner
         self._batch = batch
-        now, wall = runner._clock(), time.time()
+        now, wall = runner.clock(), time.time()
         # The end by a clock that nobody sets; where it stands follows from the wall's once.
         self._deadline = now + batch.expires_at - wall
         self._window = batch.expires_at - batch.created_at
@@ -186,9 +188,9 @@ class _Run:
         batch, runner = self._batch, self._runner
         if batch.status == "validating" and not await self._validate():
             return
-        progress = (await self._runner._store.run(runner._batches.progress, [batch.id]))[batch.id]
-        batch = self._batch = await self._runner._store.run(
-            runner._batches.get, batch.tenant, batch.id
+        progress = (await self._runner.store.run(runner.batches.progress, [batch.id]))[batch.id]
+        batch = self._batch = await self._runner.store.run(
+            runner.batches.get, batch.tenant, batch.id
         )
         self._num_left = batch.total - progress.completed - progress.failed
         await self._run_lines()
@@ -198,33 +200,33 @@ class _Run:
         elif self._is_cancelled:
             status = "cancelled"
         rest = None if status == "completed" else (lambda line: _undone(batch, line, status))
-        await self._runner._store.run(runner._batches.finish, batch, status, rest)
+        await self._runner.store.run(runner.batches.finish, batch, status, rest)
 
     @property
     def _is_cancelled(self) -> bool:
-        return self._runner._states.get(self._batch.id) == "cancelling"
+        return self._runner.states.get(self._batch.id) == "cancelling"
 
     @property
     def _seconds_left(self) -> float:
-        return self._deadline - self._runner._clock()
+        return self._deadline - self._runner.clock()
 
     async def _validate(self) -> bool:
         batch, runner = self._batch, self._runner
-        found = await self._runner._store.run(
-            BatchInput, runner._files, batch.input_file_id, batch.endpoint
+        found = await self._runner.store.run(
+            BatchInput, runner.files, batch.input_file_id, batch.endpoint
         )
         if not found.errors:
             try:
-                runner._endpoints.get(found.model, batch.tenant)
+                runner.endpoints.get(found.model, batch.tenant)
             except UnknownModel as error:
                 unknown = {"code": "model_not_found", "message": str(error)}
                 found.errors.append({**unknown, "param": "body.model", "line": 1})
         if found.errors:
-            await self._runner._store.run(runner._batches.fail, batch.id, found.errors)
+            await self._runner.store.run(runner.batches.fail, batch.id, found.errors)
             return False
-        lines: list[dict[str, Any]] = await self._runner._store.run(list, found.lines)
-        await self._runner._store.run(
-            runner._batches.begin, batch.id, found.model, lines, found.num_lines
+        lines: list[dict[str, Any]] = await self._runner.store.run(list, found.lines)
+        await self._runner.store.run(
+            runner.batches.begin, batch.id, found.model, lines, found.num_lines
         )
         return True
 
@@ -232,20 +234,20 @@ class _Run:
         position = -1
         async with asyncio.TaskGroup() as group:
             while not self._must_end:
-                page = await self._runner._store.run(
-                    self._runner._batches.pending, self._batch.id, position
+                page = await self._runner.store.run(
+                    self._runner.batches.pending, self._batch.id, position
                 )
                 if not page:
                     break
                 for position, line in page:  # noqa: B007  the last one is kept
-                    await self._runner._places.acquire()
+                    await self._runner.places.acquire()
                     if self._must_end:
-                        self._runner._places.release()
+                        self._runner.places.release()
                         break
                     try:
                         body = await self._read_body(line)
                     except BaseException:
-                        self._runner._places.release()
+                        self._runner.places.release()
                         raise
                     # in order: requests that begin alike reach the engine side by side
                     group.create_task(self._run_line(line, body))
@@ -255,29 +257,29 @@ class _Run:
         return self._is_cancelled or self._seconds_left <= 0
 
     async def _read_body(self, line: Line) -> bytes:
-        read, file_id = self._runner._files.read_range, self._batch.input_file_id
-        content = await self._runner._store.run(read, file_id, line.start, line.length)
+        read, file_id = self._runner.files.read_range, self._batch.input_file_id
+        content = await self._runner.store.run(read, file_id, line.start, line.length)
         return msgspec.json.encode(msgspec.json.decode(content)["body"])
 
     async def _run_line(self, line: Line, body: bytes) -> None:
         try:
             outcome = await self._answer(line, body)
             if outcome is not None:
-                await self._runner._record(self._batch.id, outcome)
+                await self._runner.record(self._batch.id, outcome)
                 self._num_done += 1
                 self._num_left -= 1
         finally:
-            self._runner._places.release()
+            self._runner.places.release()
 
     async def _answer(self, line: Line, body: bytes) -> Outcome | None:
         """The line's outcome; None if the batch ends before there is one."""
         batch, runner = self._batch, self._runner
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             internal = Internal(Caller(batch.tenant, batch.key_id), self._urgent_in())
-            answer = await call(runner._app, batch.endpoint, body, internal)
+            answer = await call(runner.app, batch.endpoint, body, internal)
             while answer.status in (429, 503) and not self._must_end:
                 await asyncio.sleep(float(answer.headers.get("retry-after", _RETRY_SECONDS)))
-                answer = await call(runner._app, batch.endpoint, body, internal)
+                answer = await call(runner.app, batch.endpoint, body, internal)
             if self._must_end and answer.status != 200:
                 return None
             if answer.status < 500 or attempt == _MAX_ATTEMPTS:
@@ -287,7 +289,7 @@ class _Run:
 
     def _urgent_in(self) -> float:
         """Seconds until the rest would not be done in time, at the pace so far."""
-        elapsed = self._runner._clock() - self._started
+        elapsed = self._runner.clock() - self._started
         pace = self._num_done / elapsed if elapsed > 0 else 0.0
         needed = self._num_left / pace * _MARGIN if pace else 0.0
         return max(0.0, self._seconds_left - max(needed, self._window * _MIN_MARGIN))

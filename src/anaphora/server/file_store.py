@@ -43,8 +43,8 @@ class FileStore:
         self.store = store
         self._clock = clock
 
-    def begin(self, tenant: str, filename: str, purpose: str, seconds: float | None = None) -> str:
-        """A file's id, whose content is to come; it is kept for ``seconds``.
+    def begin(self, tenant: str) -> str:
+        """A file's id, whose content is to come, and then its name and purpose.
 
         Raises ``InvalidRequest`` if the tenant has as many as it may.
         """
@@ -59,7 +59,7 @@ class FileStore:
                     "delete some",
                     code="file_quota_exceeded",
                 )
-            return _begin(connection, tenant, filename, purpose, now, seconds)
+            return _begin(connection, tenant, "", "", now, None)
 
     def append(self, file_id: str, number: int, data: bytes) -> None:
         """Adds the chunk ``number``."""

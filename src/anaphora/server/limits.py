@@ -120,7 +120,7 @@ class Limiter:
             for kind, bucket in account.buckets.items():
                 bucket.level -= wanted[kind]
         self._num_running += not is_line
-        return Reservation(self, accounts, num_input, num_output, is_line=is_line)
+        return Reservation(self, accounts, num_output, is_line=is_line)
 
     def _check(self, account: _Account, wanted: Mapping[Kind, float]) -> None:
         terms = account.terms
@@ -152,7 +152,8 @@ class Limiter:
         terms = self._terms.get((tenant, endpoint)) or self._terms.get((ANY, endpoint))
         key = tenant, endpoint
         if terms is None:
-            return self._accounts.pop(key, None) and None
+            self._accounts.pop(key, None)
+            return None
         account = self._accounts.get(key)
         if account is None:
             account = self._accounts[key] = _Account(LimitTerms(), {})
@@ -187,14 +188,12 @@ class Reservation:
         self,
         limiter: Limiter,
         accounts: list[_Account],
-        num_input: int,
         num_output: int,
         *,
         is_line: bool,
     ) -> None:
         self.is_line = is_line
         self.accounts = accounts
-        self.num_input = num_input
         self.num_output = num_output
         self._limiter: Limiter | None = limiter
         self.headers = _headers(accounts)

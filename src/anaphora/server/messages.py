@@ -36,6 +36,8 @@ _ADDED = {
     "signature_delta": "signature",
     "input_json_delta": "partial_json",
 }
+# As answers of OpenAI name the class → as Anthropic does.
+_TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}
 
 
 def messages_router(service: Service) -> APIRouter:
@@ -174,7 +176,7 @@ class _Answer:
         self._service = service
         self._body = body
         self._translation = translation
-        self._tier = "batch" if translation.chat.workload == "batch" else "standard"
+        self._tier = _TIERS[generation.service_tier]
         self._generation = generation
         self._id = f"msg_{request_id}"
         self._shows_thinking = body.thinking is None or not (

@@ -64,7 +64,6 @@ class Meter:
         self._usage_log = usage_log
         self._weights = weights
         self._reservation: Reservation | None = None
-        self._is_running = False
         self.finish_reason: FinishReason | None = None
         self._started = time.perf_counter()
 
@@ -78,7 +77,6 @@ class Meter:
             asked.num_output_tokens,
             is_line=asked.is_line,
         )
-        self._is_running = True
         self._started = time.perf_counter()
 
     @property
@@ -135,16 +133,14 @@ class Meter:
         self, reason: FinishReason, reports: Iterable[CacheReport | None], status: int | None = None
     ) -> None:
         """The one end of every request that was let in."""
-        if not self._is_running:
+        if self._reservation is None or self.finish_reason is not None:
             return
-        self._is_running = False
         self.finish_reason = reason
         status = _STATUS[reason] if status is None else status
         if self.asked.is_line and status == _CLIENT_LEFT:
             status = _GIVEN_BACK  # a batch's line that will run again: nobody pays twice
         used, asked = self.used, self.asked
-        if self._reservation is not None:
-            self._reservation.settle(num_cached=used.cached_tokens, num_output=used.output_tokens)
+        self._reservation.settle(num_cached=used.cached_tokens, num_output=used.output_tokens)
         if _CLIENT_ERROR <= status < _CLIENT_LEFT and not used.input_tokens:
             return  # refused after all, as a constraint can be when it is tried
         self._counters.end(reason)

@@ -120,7 +120,7 @@ async def receive(request: Request, files: FileStore) -> tuple[str, Upload]:
         raise UnsupportedMediaTypeError("a file is sent as multipart/form-data; send it so")
     upload = Upload()
     parser = MultipartParser(options[b"boundary"], upload.callbacks())
-    file_id = await files.store.run(files.begin, request.state.tenant, "", "")
+    file_id = await files.store.run(files.begin, request.state.tenant)
     number = 0
     try:
         async for data in _timed(request):
