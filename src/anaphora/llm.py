@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -226,6 +227,11 @@ class LLM:
         """The model's tokenizer."""
         return self._text.tokenizer
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, None for a base model."""
+        return self._text.chat_template
+
     def generate(
         self,
         prompts: str | Iterable[Prompt],
@@ -328,6 +334,17 @@ class LLM:
         if digest is not None:
             self._engine.command(UnloadAdapter(digest=digest))
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[Engine]:
+        """The engine for the one thread that is inside; the others wait."""
+        with self._lock:
+            yield self._engine
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Within a turn: tells the engine what a constraint needs to know of tokens."""
+        if params.constraint is not None and self._engine.grammars.needs_table:
+            self._engine.grammars.table = self._text.token_table()
+
     def _run(
         self,
         prompts: list[list[int]],
@@ -340,8 +357,7 @@ class LLM:
         if params.constraint is not None:
             check_now(params.constraint)
         with self._lock:
-            if params.constraint is not None and self._engine.grammars.needs_table:
-                self._engine.grammars.table = self._text.token_table()
+            self.prepare(params)
             scope = self._names.scope(scope, adapter)
             return self._run_locked(prompts, params, scope, workload)
 

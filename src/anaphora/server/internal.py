@@ -19,7 +19,7 @@ class Internal:
     """On whose behalf, and until when it may take its time."""
 
     caller: Caller
-    urgent_in: float  # seconds until it is no batch work any more
+    urgent_in: float | None  # seconds until it is no batch work any more; None: never
 
 
 @dataclasses.dataclass(frozen=True)

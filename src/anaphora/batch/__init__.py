@@ -1,0 +1,1 @@
+"""Many rows at once: planned, run, resumed."""
