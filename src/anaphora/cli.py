@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from anaphora.cli_admin import keys_app, limits_app, tenants_app, usage
+from anaphora.cli_batch import batch_app
 from anaphora.cli_common import (
     API_KEY_VARIABLE,
     MODEL_HELP,
@@ -81,6 +82,7 @@ def _root(
 
 
 app.command()(serve)
+app.add_typer(batch_app, name="batch")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(keys_app, name="keys")
 app.add_typer(limits_app, name="limits")

@@ -76,5 +76,6 @@ def test_the_token_that_is_always_computed_fills_no_block() -> None:
 
 @pytest.mark.parametrize("text", ["", "x" * 63, "é" * 200, "\ud800" * 100])
 def test_text_of_any_kind_has_a_key(text: str) -> None:
-    assert len(text_key(text)) % 6 == 0
-    assert text_key(text + "tail")[: len(text_key(text))] == text_key(text)
+    key, num_tokens = text_key(text)
+    assert len(key) // 6 <= num_tokens // 16
+    assert text_key(text + "tail")[0][: len(key)] == key

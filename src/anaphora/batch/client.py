@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import queue
 import random
@@ -35,6 +36,8 @@ from anaphora.types import DEFAULT_TENANT, ModelInfo
 CHAT = "/v1/chat/completions"
 PATHS = (CHAT, "/v1/completions", "/v1/responses")
 
+_NUM_TEXTS = 64  # parts of prompts whose tokens are kept
+_PAGE = 256  # prompts that are looked at together
 _DEFAULT_CONCURRENCY = 64  # at a URL that does not say how many sequences it runs
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _MAX_ATTEMPTS = 5  # of a request on which a server fails
@@ -102,8 +105,8 @@ class _Backend(Protocol):
     async def post(self, path: str, body: dict[str, Any]) -> Reply:
         """One request. Raises ``EngineUnavailable`` if nobody answers for long."""
 
-    async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int | None]:
-        """Where in the prefix tree its prompt is, and its tokens if they can be counted."""
+    async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int]:
+        """Where in the prefix tree its prompt is, and how many tokens it has."""
 
     async def close(self) -> None:
         """Ends what it started."""
@@ -205,18 +208,16 @@ class Client:
             if num_running:
                 self._await(_cancel(running))
 
-    def keys(
-        self, requests: Iterable[tuple[str, dict[str, Any]]]
-    ) -> Iterator[tuple[bytes, int | None]]:
+    def keys(self, requests: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[bytes, int]]:
         """For each (path, body): its place in the prefix tree, and its prompt's tokens.
 
-        In process of token ids; at a URL of text, and without a count.
+        In process of token ids; at a URL of text, whose tokens are about so many.
         """
         pages = iter(requests)
-        while page := [request for request, _ in zip(pages, range(256), strict=False)]:
+        while page := list(itertools.islice(pages, _PAGE)):
             yield from self._await(self._keys(page))
 
-    async def _keys(self, page: list[tuple[str, dict[str, Any]]]) -> list[tuple[bytes, int | None]]:
+    async def _keys(self, page: list[tuple[str, dict[str, Any]]]) -> list[tuple[bytes, int]]:
         return [await self._backend.key(path, body) for path, body in page]
 
     def complete(
@@ -296,6 +297,7 @@ class _Local:
 
     def __init__(self, llm: AsyncLLM | ThreadLLM | FakeLLM) -> None:
         self._llm = llm
+        llm.tokenizer.remember(_NUM_TEXTS)  # there is one tenant here
         self._app = create_app(llm, Tenants())
         self._service: Service = self._app.state.service
         self._internal = Internal(Caller(DEFAULT_TENANT), None)
@@ -312,19 +314,19 @@ class _Local:
         content = msgspec.json.encode(body)
         for attempt in range(_MAX_ATTEMPTS):
             answer = await call(self._app, path, content, self._internal)
-            if answer.status < 500 or (not self._llm.is_ready and attempt == _MAX_ATTEMPTS - 1):
+            if answer.status < 500 or attempt == _MAX_ATTEMPTS - 1:
                 break
             await asyncio.sleep(_RETRY_SECONDS * 2**attempt)  # a fresh engine is on its way
         request_id = answer.headers.get("x-request-id", "")
         return Reply(answer.status, msgspec.json.decode(answer.body), request_id)
 
-    async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int | None]:
+    async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int]:
         try:
             token_ids = await self._encode(path, {"model": self.models[0], **body})
         except RequestError:  # it says why when it runs
-            return b"", None
+            return b"", 0
         if token_ids is None:
-            return text_key(prompt_text(body)), None
+            return text_key(prompt_text(body))
         return token_key(token_ids, self.info.block_size), len(token_ids)
 
     async def _encode(self, path: str, body: dict[str, Any]) -> list[int] | None:
@@ -388,6 +390,8 @@ class _Remote:
         return cls(http, base, [model.id for model in found.data], info)
 
     async def post(self, path: str, body: dict[str, Any]) -> Reply:
+        if self.info is not None:  # one of ours: nobody who waits is to wait for rows
+            body = {"service_tier": "flex", **body}
         attempt, delay = 0, _RETRY_SECONDS
         while True:
             reply, wait = await self._try(path, body)
@@ -424,8 +428,8 @@ class _Remote:
             wait = min(float(answer.headers.get("retry-after", 0)), _MAX_RETRY_SECONDS)
         return Reply(answer.status_code, decoded, answer.headers.get("x-request-id", "")), wait
 
-    async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int | None]:  # noqa: ARG002
-        return text_key(prompt_text(body)), None
+    async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int]:  # noqa: ARG002
+        return text_key(prompt_text(body))
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _NODE_BYTES = 6  # of a key for each block: two of 60 million nodes are taken for one a few times
-BLOCK_CHARS = 64  # bytes of text that are about a block, where token ids are not known
+_TEXT_BYTES = 4  # of English that are about a token
+_TEXT_BLOCK_BYTES = 16 * _TEXT_BYTES
 
 
 def token_key(token_ids: Sequence[int], block_size: int) -> bytes:
@@ -23,10 +24,11 @@ def token_key(token_ids: Sequence[int], block_size: int) -> bytes:
     return _key(packed, block_size * 4, (len(token_ids) - 1) // block_size)
 
 
-def text_key(text: str) -> bytes:
-    """The same from text, which orders alike; its blocks are only about those of tokens."""
+def text_key(text: str) -> tuple[bytes, int]:
+    """The same from text, which orders alike, and how many tokens that is about."""
     encoded = memoryview(text.encode(errors="surrogatepass"))
-    return _key(encoded, BLOCK_CHARS, len(encoded) // BLOCK_CHARS)
+    key = _key(encoded, _TEXT_BLOCK_BYTES, len(encoded) // _TEXT_BLOCK_BYTES)
+    return key, len(encoded) // _TEXT_BYTES
 
 
 def _key(units: memoryview, num_bytes: int, num_blocks: int) -> bytes:
@@ -57,6 +59,7 @@ class HitEstimate:
     """
 
     def __init__(self, num_cache_blocks: int | None) -> None:
+        self.num_prompts = 0
         self.num_blocks = 0
         self.num_hits = 0
         self._capacity = num_cache_blocks
@@ -76,6 +79,7 @@ class HitEstimate:
         if self._capacity is not None:
             while len(self._cached) > self._capacity:
                 self._cached.popitem(last=False)
+        self.num_prompts += 1
         self.num_blocks += len(nodes)
         self.num_hits += num_hits
         return num_hits

@@ -100,13 +100,20 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             **globals_,
         }
 
-    def render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        """The output. Raises whatever the template provokes, ``SecurityError`` at a limit."""
+    def render(
+        self, template: jinja2.Template, variables: Mapping[str, Any], block: str | None = None
+    ) -> str:
+        """The output, or that of one block of it. Raises whatever the template provokes,
+        ``SecurityError`` at a limit.
+        """
         token = _BUDGET.set(Budget())
         try:
             parts: list[str] = []
             num_chars = 0
-            for part in template.generate(**variables):
+            pieces = template.generate(**variables)
+            if block is not None:
+                pieces = template.blocks[block](template.new_context(dict(variables)))
+            for part in pieces:
                 num_chars += len(part)
                 if num_chars > MAX_OUTPUT_CHARS:
                     raise SecurityError(f"the output exceeds {MAX_OUTPUT_CHARS} characters")

@@ -6,6 +6,7 @@ that comes from a user stays text.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,6 +65,14 @@ class Tokenizer:
             if kind == TokenType.USER_DEFINED and text
         ]
         self._added = literal_pattern([*self.control_tokens, *user_defined])
+        self._encode = self._encode_text
+
+    def remember(self, num_texts: int) -> None:
+        """Keeps the token ids of the latest texts, for prompts that have long ones in common.
+
+        Not where tenants share a tokenizer: the time would tell what another one had encoded.
+        """
+        self._encode = functools.lru_cache(num_texts)(self._encode_text)
 
     @classmethod
     def from_vocabulary(cls, vocabulary: Vocabulary) -> Tokenizer:
@@ -112,7 +121,7 @@ class Tokenizer:
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                ids += self._encode_text(piece, backend)
+                ids += self._encode(piece, backend)
             backend = self._inner
         return ids
 
