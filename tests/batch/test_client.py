@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncGenerator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -112,6 +114,51 @@ def test_several_threads_use_one_client(llm: LLM) -> None:
         assert [reply.text for reply in client.complete(again)] == answers[1]
     assert len(answers) == 3
     assert text
+
+
+def test_closing_a_client_ends_what_others_wait_for() -> None:
+    client = Client(FakeLLM(token_delay=0.05))
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            client.complete([body(f"row {i}") for i in range(50)])
+        except EngineUnavailable as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.3)
+    client.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert "was closed while it worked" in str(caught[0])
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_row_that_kills_the_engine_takes_no_other_with_it() -> None:
+    class Fragile(FakeLLM):
+        """Loses its engine with a certain row, and has another one a moment later."""
+
+        def generate(self, prompt_token_ids: Any, params: Any, **more: Any) -> Any:
+            found = super().generate(prompt_token_ids, params, **more)
+            is_poison = b"poison" in bytes(i for i in prompt_token_ids if i < 256)
+            return self._dying(found) if is_poison else found
+
+        async def _dying(self, found: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+            async with contextlib.aclosing(found):
+                async for delta in found:
+                    self.die()
+                    self.recover()
+                    yield delta
+
+    llm = Fragile(token_delay=0.002)
+    rows = [body("poison" if i == 7 else f"row {i}") for i in range(30)]
+    with Client(llm) as client:
+        replies = client.complete(rows)
+    failed = [index for index, reply in enumerate(replies) if reply.error is not None]
+    assert failed == [7]
+    assert replies[7].status == 500
 
 
 class _Server:

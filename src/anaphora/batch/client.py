@@ -129,6 +129,7 @@ class Client:
         ``model`` is whom requests are for that do not say it, by default the first that is served.
         Raises ``ConfigError``, ``ModelError`` and ``EngineUnavailable``.
         """
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="batch", daemon=True)
         self._thread.start()
@@ -162,8 +163,12 @@ class Client:
 
     def close(self) -> None:
         """Ends what was started for it. Requests that run end with an error."""
-        if not self._loop.is_closed():
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
             self._await(self._backend.close())
+        finally:
             self._end_loop()
 
     def run(self, requests: Iterable[tuple[K, str, dict[str, Any]]]) -> Iterator[tuple[K, Reply]]:
@@ -173,6 +178,8 @@ class Client:
         its request failed, also if it failed again and again on a server's account. Raises
         ``EngineUnavailable`` if nobody answers for long.
         """
+        if self._is_closed:
+            raise EngineUnavailable("the client was closed; open another")
         done: queue.SimpleQueue[tuple[K, Reply | BaseException]] = queue.SimpleQueue()
         running: dict[K, asyncio.Task[None]] = {}
         left = iter(requests)
@@ -201,11 +208,13 @@ class Client:
                 key, reply = done.get()
                 num_running -= 1
                 self._loop.call_soon_threadsafe(running.pop, key)
+                if isinstance(reply, asyncio.CancelledError):
+                    raise EngineUnavailable("the client was closed while it worked; open another")
                 if isinstance(reply, BaseException):
                     raise reply
                 yield key, reply
         finally:
-            if num_running:
+            if num_running and not self._is_closed:
                 self._await(_cancel(running))
 
     def keys(self, requests: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[bytes, int]]:
@@ -255,6 +264,7 @@ class Client:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _end_loop(self) -> None:
+        self._await(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -272,6 +282,13 @@ async def _cancel(tasks: Mapping[Any, asyncio.Task[None]]) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _open(target: Target, api_key: str | None) -> _Backend:
@@ -301,6 +318,7 @@ class _Local:
         self._app = create_app(llm, Tenants())
         self._service: Service = self._app.state.service
         self._internal = Internal(Caller(DEFAULT_TENANT), None)
+        self._retrying = asyncio.Lock()
 
     @property
     def models(self) -> list[str]:
@@ -312,11 +330,16 @@ class _Local:
 
     async def post(self, path: str, body: dict[str, Any]) -> Reply:
         content = msgspec.json.encode(body)
-        for attempt in range(_MAX_ATTEMPTS):
-            answer = await call(self._app, path, content, self._internal)
-            if answer.status < 500 or attempt == _MAX_ATTEMPTS - 1:
-                break
-            await asyncio.sleep(_RETRY_SECONDS * 2**attempt)  # a fresh engine is on its way
+        answer = await call(self._app, path, content, self._internal)
+        if answer.status >= 500:
+            # One of those that ran may have killed the engine. They are tried again one by one, so
+            # that it takes none of the others with it.
+            async with self._retrying:
+                for attempt in range(1, _MAX_ATTEMPTS):
+                    await asyncio.sleep(_RETRY_SECONDS * attempt)  # a fresh engine is on its way
+                    answer = await call(self._app, path, content, self._internal)
+                    if answer.status < 500:
+                        break
         request_id = answer.headers.get("x-request-id", "")
         return Reply(answer.status, msgspec.json.decode(answer.body), request_id)
 
