@@ -25,6 +25,9 @@ AnaphoraError
 │   ├── EngineDied         500, a running request was lost with its engine process
 │   ├── EngineUnavailable  503, a fresh engine is starting, or the server is ending
 │   └── StoreUnavailable   503, the database cannot be read or written
+├── MissingExtra           an optional package that is not installed        → exit status 2
+├── InvalidArgument        an argument of an AI function                    → exit status 2
+├── RowFailed              a row for which an AI function has no value      → exit status 2
 ├── NoTokenLeft            nothing that the request allows can come next    → its choice ends
 ├── DamagedBlock           a block on disk is not what was written         → a miss
 └── MeasurementError       a measured server failed or answered wrongly     → exit status 1
@@ -201,6 +204,18 @@ class StoreUnavailable(EngineError):
     status = 503
     kind = "service_unavailable_error"
     code = "database_unavailable"
+
+
+class MissingExtra(AnaphoraError):
+    """An optional package is needed and not installed; the message says how to get it."""
+
+
+class InvalidArgument(AnaphoraError):
+    """An argument of an AI function has a wrong type or value."""
+
+
+class RowFailed(AnaphoraError):
+    """An AI function has no value for a row: the request failed or the answer cannot be read."""
 
 
 class NoTokenLeft(AnaphoraError):

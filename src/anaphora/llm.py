@@ -207,6 +207,7 @@ class LLM:
         """``options`` are fields of ``EngineConfig``. Raises ``ConfigError``, ``ModelError``."""
         config = EngineConfig.of(model, options)
         resolved = resolve(config.model)
+        self.model_name = resolved.name  # as the caller called it
         self._text = TextSide(resolved.path, date=config.template_date)
         config = dataclasses.replace(config, model=str(resolved.path))
         public = self._text.encode_public(config.public_prefix, config.block_size)

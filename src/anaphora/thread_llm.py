@@ -56,6 +56,11 @@ class ThreadLLM:
         self._is_closed = False
 
     @property
+    def model_name(self) -> str:
+        """The model as its owner called it."""
+        return self._llm.model_name
+
+    @property
     def info(self) -> ModelInfo:
         """What is served, resolved."""
         return self._llm.info

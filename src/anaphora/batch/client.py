@@ -315,7 +315,8 @@ class _Local:
     def __init__(self, llm: AsyncLLM | ThreadLLM | FakeLLM) -> None:
         self._llm = llm
         llm.tokenizer.remember(_NUM_TEXTS)  # there is one tenant here
-        self._app = create_app(llm, Tenants())
+        name = llm.info.name if isinstance(llm, FakeLLM) else llm.model_name
+        self._app = create_app(llm, Tenants(), served_model_names=(name,))
         self._service: Service = self._app.state.service
         self._internal = Internal(Caller(DEFAULT_TENANT), None)
         self._retrying = asyncio.Lock()

@@ -1,0 +1,444 @@
+"""AI functions in DuckDB.
+
+    registration = anaphora.sql.register(con, "http://127.0.0.1:8000/v1")
+    con.sql("select ai_classify(text, ['good', 'bad']) from reviews")
+
+One function of Python's stands behind all: it takes a function with its arguments as JSON, and the
+row's text, and gives the value as JSON. Macros give it names and arguments; the type follows from
+the arguments when a query is bound. DuckDB hands over up to 2,048 rows at a time, and these are one
+planned batch. ``Registration.sql`` makes one of a whole column.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import re
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+from anaphora.batch.client import Client, Reply, Target
+from anaphora.errors import AnaphoraError, InvalidArgument, MissingExtra
+from anaphora.functions.run import Outcome, answer, check_endpoint, shorten
+from anaphora.functions.shapes import with_error
+from anaphora.functions.tasks import FUNCTIONS, Task
+from anaphora.functions.usage import Usage
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+_VARIABLE = "anaphora_run"  # of a connection: which run its query belongs to
+_MEMO_ROWS = 2**16
+_MAX_PASSES = 16
+_FIX = "failOnError => false keeps the other rows"
+# Which rows are looked at is then known only while the query runs, or differs from run to run.
+_ONCE = re.compile(r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE)"')
+_ONCE_IN_TEXT = re.compile(r"\b(?:table)?sample\b|/dev/(?:stdin|fd)", re.IGNORECASE)
+_numbers = itertools.count(1)
+
+# Each function's SQL: arguments, the row's text, the arguments that the model gets beside it. What
+# decides the type must be known when a query is bound; labels of a class may come from a column.
+_RUNNING = "failOnError := true, modelParameters := NULL"
+_MACROS: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
+    "ai_query": (
+        "endpoint, request, returnType := NULL, failOnError := true, modelParameters := NULL, "
+        "responseFormat := NULL",
+        "request",
+        {"endpoint": "endpoint", "return_type": "returnType", "response_format": "responseFormat"},
+        ("endpoint", "return_type", "response_format"),
+    ),
+    "ai_gen": (f"prompt, {_RUNNING}", "prompt", {}, ()),
+    "ai_classify": (
+        f"content, labels, options := NULL, {_RUNNING}",
+        "content",
+        {"labels": "labels", "options": "options"},
+        ("options",),
+    ),
+    "ai_extract": (
+        f"content, labels, options := NULL, {_RUNNING}",
+        "content",
+        {"labels": "labels", "options": "options"},
+        ("labels", "options"),
+    ),
+    "ai_summarize": (
+        f"content, max_words := 50, {_RUNNING}",
+        "content",
+        {"max_words": "max_words"},
+        (),
+    ),
+    "ai_translate": (f"content, to_lang, {_RUNNING}", "content", {"to_lang": "to_lang"}, ()),
+    "ai_fix_grammar": (f"content, {_RUNNING}", "content", {}, ()),
+    "ai_mask": (f"content, labels, {_RUNNING}", "content", {"labels": "labels"}, ()),
+    "ai_analyze_sentiment": (f"content, {_RUNNING}", "content", {}, ()),
+    "ai_similarity": (
+        f"expr1, expr2, {_RUNNING}",
+        "CASE WHEN expr1 IS NOT NULL AND expr2 IS NOT NULL "
+        "THEN to_json([expr1::VARCHAR, expr2::VARCHAR]) END",
+        {},
+        (),
+    ),
+}
+
+Key = tuple[str, str]  # a function with its arguments, and a row
+
+
+def register(
+    con: duckdb.DuckDBPyConnection,
+    target: Target | Client,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    on_done: Callable[[Reply], None] | None = None,
+) -> Registration:
+    """Gives ``con`` the AI functions, computed by ``target``: a URL, an ``LLM``, a model's name, or
+    a ``Client``. The functions are this connection's alone and last as long as it.
+
+    ``on_done`` is called with each reply. Raises as ``Client``, and ``MissingExtra``.
+    """
+    check_extra()
+    is_ours = not isinstance(target, Client)
+    client = target if isinstance(target, Client) else Client(target, model=model, api_key=api_key)
+    try:
+        return Registration(con, client, is_ours=is_ours, on_done=on_done)
+    except BaseException:
+        if is_ours:
+            client.close()
+        raise
+
+
+def check_extra() -> None:
+    """Raises ``MissingExtra`` if DuckDB or pyarrow is not installed."""
+    try:
+        import duckdb  # noqa: F401
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(
+            f"SQL needs {error.name}, which is not installed; pip install 'anaphora[sql]'"
+        ) from None
+
+
+class Registration:
+    """The AI functions of one connection. ``usage`` counts what they cost."""
+
+    def __init__(
+        self,
+        con: duckdb.DuckDBPyConnection,
+        client: Client,
+        *,
+        is_ours: bool,
+        on_done: Callable[[Reply], None] | None,
+    ) -> None:
+        self.client = client
+        self.usage = Usage()
+        self.num_rows_asked = 0  # those of usage, and those that are being computed
+        self._con = con
+        self._is_ours = is_ours
+        self._on_done = on_done
+        self._memo = _Memo()
+        self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()  # of sql: a connection is for one thread at a time
+        self._is_interrupted = False
+        number = next(_numbers)
+        self._answers, self._types = f"anaphora_ai_{number}", f"anaphora_type_{number}"
+        self._create()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what was started; the functions stay and fail."""
+        if self._is_ours:
+            self.client.close()
+
+    def _create(self) -> None:
+        options: dict[str, Any] = {"type": "arrow", "null_handling": "special"}
+        text = "VARCHAR"
+        con = self._con
+        con.create_function(self._answers, self._answer, [text, text, text], text, **options)
+        con.create_function(self._types, self._structures, [text], text, **options)
+        run = f"getvariable('{_VARIABLE}')::VARCHAR"
+        for name, (parameters, row, arguments, decisive) in _MACROS.items():
+            spec = _spec(name, arguments)
+            decides = {key: value for key, value in arguments.items() if key in decisive}
+            type_spec = _spec(name, decides)
+            con.execute(
+                f"CREATE OR REPLACE TEMP MACRO {name}({parameters}) AS from_json("
+                f"{self._answers}({run}, {spec}, ({row})::VARCHAR), {self._types}({type_spec}))"
+            )
+
+    def sql(
+        self, query: str, params: Mapping[str, Any] | list[Any] | None = None
+    ) -> duckdb.DuckDBPyRelation:
+        """The query's result, all of it, with each column as one planned batch.
+
+        The query runs first to see which rows the functions are asked for, and again with their
+        values, as often as functions stand on others'. One that holds LIMIT or a sample, reads
+        standard input, calls ``random()`` and the like, asks at a temperature above 0, or is no
+        single SELECT, runs once, with a batch for each vector of rows. Raises DuckDB's errors,
+        ``RowFailed`` and ``InvalidArgument``.
+        """
+        with self._lock, self._interruptible(), self._running() as run:
+            run.is_gathering = self._is_repeatable(query, params, run)
+            for _ in range(_MAX_PASSES if run.is_gathering else 0):
+                run.begin()
+                result = self._execute(query, params, run)
+                if run.is_changing:
+                    break
+                if not run.wanted:
+                    return self._con.from_arrow(result)
+                self._compute(run)
+            run.is_gathering = False
+            return self._con.from_arrow(self._execute(query, params, run))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[_Run]:
+        run, name = _Run(), f"{next(_numbers)}"
+        self._runs[name] = run
+        con = self._con
+        setting = con.execute("SELECT current_setting('python_scan_all_frames')").fetchone()
+        con.execute(f"SET VARIABLE {_VARIABLE} = '{name}'")
+        con.execute("SET python_scan_all_frames = true")  # the caller's tables, from in here
+        try:
+            yield run
+        finally:
+            del self._runs[name]
+            with contextlib.suppress(Exception):  # in a transaction that failed; the run is over
+                con.execute(f"RESET VARIABLE {_VARIABLE}")
+                con.execute(f"SET python_scan_all_frames = {bool(setting and setting[0])}")
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Has Ctrl-C end the query at the next reply, also one in a thread of DuckDB's; pressed
+        again it does so anywhere."""
+        before = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or before is not signal.default_int_handler:
+            yield
+            return
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if self._is_interrupted:
+                signal.default_int_handler(number, frame)
+            self._is_interrupted = True
+            self._con.interrupt()
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        except Exception:
+            if not self._is_interrupted:
+                raise
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if self._is_interrupted:
+            self._is_interrupted = False
+            raise KeyboardInterrupt
+
+    def _is_repeatable(self, query: str, params: Any, run: _Run) -> bool:
+        import duckdb
+
+        statements = self._con.extract_statements(query)
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            return False
+        if _ONCE_IN_TEXT.search(query):
+            return False
+        plan = self._explain(query, params, run)
+        return plan is not None and not (_ONCE.search(plan) or self._volatile.search(plan))
+
+    def _explain(self, query: str, params: Any, run: _Run) -> str | None:
+        run.is_gathering = True  # constant rows are asked for while it is planned
+        try:
+            plan = self._con.sql(f"EXPLAIN (FORMAT JSON) {query}", params=params).fetchall()
+        except Exception:
+            if run.error is not None:
+                raise run.error from None
+            return None  # the query itself says better what is wrong with it
+        return "\n".join(text for _, text in plan)
+
+    @functools.cached_property
+    def _volatile(self) -> re.Pattern[str]:
+        found = self._con.execute(
+            "SELECT DISTINCT function_name FROM duckdb_functions() WHERE stability = 'VOLATILE'"
+        ).fetchall()
+        names = "|".join(re.escape(name) for (name,) in found if name != "error")
+        return re.compile(rf"\b(?:{names})\(")
+
+    def _execute(self, query: str, params: Any, run: _Run) -> pa.Table:
+        try:
+            return self._con.sql(query, params=params).to_arrow_table()
+        except Exception as error:
+            raise run.error or error from None
+
+    def _compute(self, run: _Run) -> None:
+        """The rows of that function which was asked first: in a query that chooses by a value, it
+        is the one that others wait for."""
+        first = next(iter(run.wanted))[0]
+        keys = [key for key in run.wanted if key[0] == first]
+        for key, outcome in zip(keys, self._ask(keys), strict=True):
+            run.outcomes[key] = outcome
+
+    def _ask(self, keys: list[Key]) -> list[Outcome]:
+        """One planned batch."""
+        rows = [(_read_spec(spec)[0], row) for spec, row in keys]
+        self.num_rows_asked += len(rows)
+        outcomes = answer(self.client, rows, self._count)
+        for key, (task, _), outcome in zip(keys, rows, outcomes, strict=True):
+            if outcome.error is None and task.is_repeatable:
+                self._memo.put(key, outcome)
+        return outcomes
+
+    def _count(self, reply: Reply) -> None:
+        if self._is_interrupted:
+            raise InterruptedError("interrupted")
+        self.usage.add(reply)
+        if self._on_done is not None:
+            self._on_done(reply)
+
+    def _answer(self, runs: Any, specs: Any, rows: Any) -> Any:
+        """What DuckDB calls, from any of its threads, for each vector of rows."""
+        import pyarrow as pa
+
+        keys: list[Key | None] = [
+            None if row is None else (spec, row)
+            for spec, row in zip(specs.to_pylist(), rows.to_pylist(), strict=True)
+        ]
+        name = runs.to_pylist()[0] if len(runs) else None
+        run = self._runs.get(name or "") or _Run()
+        try:
+            return pa.array(self._values(keys, run), pa.string())
+        except AnaphoraError as error:
+            run.error = error
+            raise
+
+    def _structures(self, specs: Any) -> Any:
+        """The types of values, called when a query is bound."""
+        import pyarrow as pa
+
+        try:
+            return pa.array([_structure(spec) for spec in specs.to_pylist()], pa.string())
+        except AnaphoraError as error:
+            for run in self._runs.values():  # at most one
+                run.error = error
+            raise
+
+    def _values(self, keys: list[Key | None], run: _Run) -> list[str | None]:
+        found: dict[int, Outcome] = {}
+        missing: dict[int, Key] = {}
+        for index, key in enumerate(keys):
+            if key is None:
+                continue
+            task, _ = _read_spec(key[0])
+            check_endpoint(task, self.client)
+            known = run.outcomes.get(key)
+            if known is None and task.is_repeatable:
+                known = self._memo.get(key)
+            if known is None:
+                missing[index] = key
+                run.has_chance |= not task.is_repeatable
+            else:
+                found[index] = known
+        run.num_found += len(found)
+        if run.is_gathering:
+            run.wanted.update(dict.fromkeys(missing.values()))
+        elif missing:
+            found.update(zip(missing, self._ask(list(missing.values())), strict=True))
+        return [self._write(key, found.get(index)) for index, key in enumerate(keys)]
+
+    def _write(self, key: Key | None, outcome: Outcome | None) -> str | None:
+        if key is None or outcome is None:
+            return None
+        task, is_strict = _read_spec(key[0])
+        if is_strict:
+            value = outcome.unwrap(f"{task.function}, row {shorten(key[1])}", _FIX)
+        else:
+            value = outcome.as_struct()
+        return json.dumps(value, ensure_ascii=False)
+
+
+class _Run:
+    """One call of ``Registration.sql``. Gathering, what is not known is noted and NULL."""
+
+    def __init__(self) -> None:
+        self.is_gathering = False
+        self.outcomes: dict[Key, Outcome] = {}
+        self.error: AnaphoraError | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Another pass."""
+        self.wanted: dict[Key, None] = {}
+        self.num_found = 0
+        self.has_chance = False
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether rows differ from pass to pass, or values from call to call."""
+        return self.has_chance or bool(self.outcomes and not self.num_found)
+
+
+class _Memo:
+    """Values of equal rows, the latest used ones."""
+
+    def __init__(self) -> None:
+        self._outcomes: OrderedDict[Key, Outcome] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> Outcome | None:
+        """None if it is not known."""
+        with self._lock:
+            if (outcome := self._outcomes.get(key)) is not None:
+                self._outcomes.move_to_end(key)
+            return outcome
+
+    def put(self, key: Key, outcome: Outcome) -> None:
+        """Forgets the one not used for longest, if there are too many."""
+        with self._lock:
+            self._outcomes[key] = outcome
+            if len(self._outcomes) > _MEMO_ROWS:
+                self._outcomes.popitem(last=False)
+
+
+def _spec(function: str, arguments: Mapping[str, str]) -> str:
+    named = {
+        "function": f"'{function}'",
+        "fail_on_error": "failOnError",
+        "model_parameters": "modelParameters",
+        **arguments,
+    }
+    pairs = ", ".join(f"'{name}': {value}" for name, value in named.items())
+    return f"to_json({{{pairs}}})::VARCHAR"
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_spec(spec: str) -> tuple[Task, bool]:
+    """The task, and whether a row's error is the query's."""
+    arguments = json.loads(spec)
+    function = arguments.pop("function")
+    is_strict = arguments.pop("fail_on_error")
+    if not isinstance(is_strict, bool):
+        raise InvalidArgument(f"{function}'s failOnError is {is_strict!r:.40}; use true or false")
+    return FUNCTIONS[function](**arguments), is_strict
+
+
+@functools.lru_cache(maxsize=4096)
+def _structure(spec: str) -> str:
+    arguments = json.loads(spec)
+    if arguments["function"] == "ai_classify":  # its labels decide nothing
+        arguments["labels"] = ["a", "b"]
+    elif arguments["function"] == "ai_translate":
+        arguments["to_lang"] = "en"
+    elif arguments["function"] == "ai_mask":
+        arguments["labels"] = ["a"]
+    task, is_strict = _read_spec(json.dumps(arguments))
+    shape = task.shape if is_strict else with_error(task.shape)
+    return json.dumps(shape.duckdb())
