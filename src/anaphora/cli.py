@@ -30,6 +30,7 @@ from anaphora.cli_common import (
     table,
 )
 from anaphora.cli_serve import repeat_lora_modules, serve
+from anaphora.cli_sql import sql
 from anaphora.config import EngineConfig, format_size
 from anaphora.errors import AnaphoraError, EngineError, MeasurementError
 
@@ -83,6 +84,7 @@ def _root(
 
 app.command()(serve)
 app.add_typer(batch_app, name="batch")
+app.command()(sql)
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(keys_app, name="keys")
 app.add_typer(limits_app, name="limits")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import secrets
 import signal
 import tempfile
@@ -19,17 +18,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from anaphora.cli_common import (
-    API_KEY_VARIABLE,
-    MODEL_HELP,
+    ApiKey,
     CacheMemory,
     DtypeOption,
+    Model,
     Threads,
+    Url,
     console,
+    open_client,
     option,
     table,
 )
-from anaphora.config import EngineConfig, parse_size
-from anaphora.errors import ConfigError
+from anaphora.config import EngineConfig
 
 if TYPE_CHECKING:
     from anaphora.batch.client import Client
@@ -93,15 +93,6 @@ Reorder = Annotated[
 AnyModel = Annotated[
     bool, option("Answer OpenAI lines whatever model they name.", "Rows", "--any-model")
 ]
-Url = Annotated[
-    str | None,
-    option("A server's base URL, as http://127.0.0.1:8000/v1, instead of a model here.", "Server"),
-]
-Model = Annotated[
-    str | None,
-    option(f"{MODEL_HELP} At --url: its name there. [dim](smollm2; the first)[/dim]", "Model"),
-]
-ApiKey = Annotated[str | None, option(f"Key for --url. [dim]({API_KEY_VARIABLE})[/dim]", "Server")]
 
 
 @batch_app.command()
@@ -179,7 +170,9 @@ def run(
     out = Output(batch, output, overwrite=overwrite)
     work: WorkFile | None = None
     try:
-        with _client(model, url, api_key, concurrency, dtype, kv_cache_memory, threads) as client:
+        with open_client(
+            model, url, api_key, concurrency, dtype, kv_cache_memory, threads
+        ) as client:
             identity = batch.identity(client)
             work = open_work(out, identity)
             with _Show() as show:
@@ -244,35 +237,12 @@ def plan(
         temperature=temperature,
     )
     batch = Batch(options)
-    with _client(model, url, api_key, None, dtype, kv_cache_memory, threads) as client:
+    with open_client(model, url, api_key, None, dtype, kv_cache_memory, threads) as client:
         _Plan(batch, client, limit, is_local=url is None).show()
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _client(
-    model: str | None,
-    url: str | None,
-    api_key: str | None,
-    concurrency: int | None,
-    dtype: Any,
-    kv_cache_memory: str | None,
-    threads: int | None,
-) -> Client:
-    from anaphora.batch.client import Client
-
-    if url is not None:
-        key = api_key or os.environ.get(API_KEY_VARIABLE)
-        return Client(url, model=model, api_key=key, concurrency=concurrency)
-    if api_key is not None:
-        raise ConfigError("--api-key is for --url; leave it out")
-    given: dict[str, Any] = {}
-    if kv_cache_memory is not None:
-        given["kv_cache_memory"] = parse_size(kv_cache_memory)
-    config = EngineConfig(model=model or _DEFAULTS.model, dtype=dtype, threads=threads, **given)
-    return Client(config, concurrency=concurrency)
 
 
 class _Show:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import columns
@@ -12,8 +12,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from typer import rich_utils
 
-from anaphora.config import Dtype
+from anaphora.config import Dtype, EngineConfig, parse_size
 from anaphora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from anaphora.batch.client import Client
 
 API_KEY_VARIABLE = "ANAPHORA_API_KEY"
 ADMIN_KEY_VARIABLE = "ANAPHORA_ADMIN_KEY"
@@ -38,6 +41,16 @@ CacheMemory = Annotated[
         metavar="SIZE",
     ),
 ]
+
+Url = Annotated[
+    str | None,
+    option("A server's base URL, as http://127.0.0.1:8000/v1, instead of a model here.", "Server"),
+]
+Model = Annotated[
+    str | None,
+    option(f"{MODEL_HELP} At --url: its name there. [dim](smollm2; the first)[/dim]", "Model"),
+]
+ApiKey = Annotated[str | None, option(f"Key for --url. [dim]({API_KEY_VARIABLE})[/dim]", "Server")]
 
 
 _PIPE_WIDTH = 200
@@ -65,6 +78,32 @@ def database_of(given: str | None) -> str:
         return given
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return str(Path(data).expanduser() / "anaphora" / "anaphora.db")
+
+
+def open_client(
+    model: str | None,
+    url: str | None,
+    api_key: str | None,
+    concurrency: int | None,
+    dtype: Any,
+    kv_cache_memory: str | None,
+    threads: int | None,
+) -> Client:
+    """What answers: the server at ``url``, or an engine process of our own."""
+    from anaphora.batch.client import Client
+
+    if url is not None:
+        key = api_key or os.environ.get(API_KEY_VARIABLE)
+        return Client(url, model=model, api_key=key, concurrency=concurrency)
+    if api_key is not None:
+        raise ConfigError("--api-key is for --url; leave it out")
+    given: dict[str, Any] = {}
+    if kv_cache_memory is not None:
+        given["kv_cache_memory"] = parse_size(kv_cache_memory)
+    config = EngineConfig(
+        model=model or EngineConfig().model, dtype=dtype, threads=threads, **given
+    )
+    return Client(config, concurrency=concurrency)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -137,6 +137,7 @@ class Client:
             self._backend = self._await(_open(target, api_key))
             served = self._backend.models
             if model is not None and model not in served:
+                self._await(self._backend.close())
                 raise ConfigError(
                     f"model is {model!r}, which is not served there; use {' or '.join(served)}"
                 )
@@ -391,11 +392,21 @@ class _Remote:
         limits = httpx.Limits(max_connections=None)
         http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, limits=limits)
         try:
+            served, info = await cls._ask(http, url, base)
+        except BaseException:
+            await http.aclose()
+            raise
+        return cls(http, base, served, info)
+
+    @staticmethod
+    async def _ask(
+        http: httpx.AsyncClient, url: str, base: str
+    ) -> tuple[list[str], ModelInfo | None]:
+        try:
             answer = await http.get(f"{base}/v1/models")
         except httpx.InvalidURL as error:
             raise ConfigError(f"the URL {url!r} cannot be used: {error}") from None
         except httpx.HTTPError as error:
-            await http.aclose()
             raise EngineUnavailable(f"nobody answers at {url}: {_why(error)}") from None
         if answer.status_code in (401, 403):
             raise ConfigError(f"the server at {url} refuses the API key; give one that it knows")
@@ -411,7 +422,7 @@ class _Remote:
         info = None
         with contextlib.suppress(msgspec.ValidationError):
             info = msgspec.convert(found.data[0].info, ModelInfo)
-        return cls(http, base, [model.id for model in found.data], info)
+        return [model.id for model in found.data], info
 
     async def post(self, path: str, body: dict[str, Any]) -> Reply:
         if self.info is not None:  # one of ours: nobody who waits is to wait for rows
