@@ -225,7 +225,7 @@ def test_a_failed_row_is_the_querys_or_its_own(
         ("ai_classify(text, ['a'])", "labels are 1; 2 to 500"),
         ("ai_classify(text, ['a', 'b'], {'version': '2.1'})", "no option 'version'"),
         ("ai_translate(text, 'xx')", "to_lang is 'xx'"),
-        ("ai_gen(text, failOnError => 'maybe')", "failOnError is 'maybe'; use true or false"),
+        ("ai_gen(text, failOnError => 'maybe')", "failOnError is 'maybe'; it must be"),
     ],
 )
 def test_wrong_arguments_are_named(

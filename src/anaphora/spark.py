@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from anaphora.batch.client import Client
 from anaphora.errors import InvalidArgument, MissingExtra
-from anaphora.functions.arguments import read_boolean
 from anaphora.functions.columns import map_rows, read_column
+from anaphora.functions.macros import MACROS, python_name, read_spec
 from anaphora.functions.run import answer, shorten
 from anaphora.functions.shapes import Shape, with_error
 from anaphora.functions.tasks import DEFAULT_MAX_WORDS, FUNCTIONS, Task, pair
@@ -34,27 +34,6 @@ Spec = tuple[str, dict[str, Any], bool]  # a function, its arguments, whether a 
 
 _FIX = "failOnError => false keeps the other rows"
 _ROWS_PER_PLAN = 10_000  # of map_rows: what an executor holds at a time
-# What registered functions take, in this order or by name.
-_RUNNING = ("failOnError", "modelParameters")
-_SQL_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "ai_query": ("endpoint", "request", "returnType", *_RUNNING, "responseFormat"),
-    "ai_gen": ("prompt", *_RUNNING),
-    "ai_classify": ("content", "labels", "options", *_RUNNING),
-    "ai_extract": ("content", "labels", "options", *_RUNNING),
-    "ai_summarize": ("content", "max_words", *_RUNNING),
-    "ai_translate": ("content", "to_lang", *_RUNNING),
-    "ai_fix_grammar": ("content", *_RUNNING),
-    "ai_mask": ("content", "labels", *_RUNNING),
-    "ai_analyze_sentiment": ("content", *_RUNNING),
-    "ai_similarity": ("expr1", "expr2", *_RUNNING),
-}
-_ROWS = ("content", "prompt", "request", "expr1", "expr2")
-_PYTHON_NAMES = {
-    "returnType": "return_type",
-    "failOnError": "fail_on_error",
-    "modelParameters": "model_parameters",
-    "responseFormat": "response_format",
-}
 
 
 class Functions:
@@ -178,7 +157,7 @@ class Functions:
         A function's type is fixed when it is registered: what is a STRUCT or an ARRAY elsewhere is
         its JSON text, for ``from_json``.
         """
-        for name in _SQL_PARAMETERS:
+        for name in MACROS:
             spark.udf.register(name, _udf(_sql_function(name, self._open)))
 
     def _column(
@@ -266,10 +245,8 @@ def _map_batches(
 
 
 def _sql_function(function: str, opened: Open) -> Callable[..., Any]:
-    parameters = _SQL_PARAMETERS[function]
-
     def called(*given: pd.Series, **named: pd.Series) -> pd.Series:
-        columns = {**dict(zip(parameters, given, strict=False)), **named}
+        columns = {**dict(zip(MACROS[function].names, given, strict=False)), **named}
         return _series(_sql_texts(function, columns, opened()))
 
     return called
@@ -277,36 +254,25 @@ def _sql_function(function: str, opened: Open) -> Callable[..., Any]:
 
 def _sql_texts(function: str, columns: Mapping[str, Any], client: Client) -> list[str | None]:
     """Arguments are columns too: equal ones make one task."""
-    if unknown := [name for name in columns if name not in _SQL_PARAMETERS[function]]:
-        known = ", ".join(_SQL_PARAMETERS[function])
+    macro = MACROS[function]
+    if unknown := [name for name in columns if name not in macro.names]:
+        known = ", ".join(macro.names)
         raise InvalidArgument(f"{function} has no argument {unknown[0]!r:.60}; it has {known}")
     listed = {name: _values(column) for name, column in columns.items()}
-    contents = [listed.pop(name) for name in _ROWS if name in listed]
-    rows = [_sql_row(texts) for texts in zip(*contents, strict=True)]
-    tasks: dict[str, tuple[Task, bool]] = {}
+    contents = [listed.pop(name) for name in macro.rows if name in listed]
+    found: list[str | None] = [None] * len(contents[0])
     asked: list[tuple[int, Task, bool, str]] = []
-    for index, row in enumerate(rows):
-        arguments = {_PYTHON_NAMES.get(n, n): values[index] for n, values in listed.items()}
-        key = json.dumps(arguments)
-        if key not in tasks:
-            is_strict = read_boolean(arguments.pop("fail_on_error", True), "failOnError")
-            tasks[key] = FUNCTIONS[function](**arguments), is_strict
-        if row is not None:
-            asked.append((index, *tasks[key], row))
-    found: list[str | None] = [None] * len(rows)
+    for index, texts in enumerate(zip(*contents, strict=True)):
+        arguments = {python_name(name): values[index] for name, values in listed.items()}
+        task, is_strict = read_spec(json.dumps({"function": function, **arguments}))
+        if None not in texts:
+            asked.append((index, task, is_strict, pair(*texts) if len(texts) > 1 else texts[0]))
     outcomes = answer(client, [(task, row) for _, task, _, row in asked])
     for (index, _, is_strict, row), outcome in zip(asked, outcomes, strict=True):
         where = f"{function}, row {shorten(row)}"
         value = outcome.unwrap(where, _FIX) if is_strict else outcome.as_struct()
         found[index] = _text(value)
     return found
-
-
-def _sql_row(texts: tuple[Any, ...]) -> str | None:
-    if any(text is None for text in texts):
-        return None
-    first, *more = (str(text) for text in texts)
-    return pair(first, more[0]) if more else first
 
 
 def _values(column: Any) -> list[Any]:

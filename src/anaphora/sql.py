@@ -24,10 +24,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from anaphora.batch.client import Client, Reply, Target
-from anaphora.errors import AnaphoraError, InvalidArgument, MissingExtra
+from anaphora.errors import AnaphoraError, MissingExtra
+from anaphora.functions.macros import MACROS, read_spec, structure
 from anaphora.functions.run import Outcome, answer, check_endpoint, shorten
-from anaphora.functions.shapes import with_error
-from anaphora.functions.tasks import FUNCTIONS, Task
 from anaphora.functions.usage import Usage
 
 if TYPE_CHECKING:
@@ -42,49 +41,6 @@ _FIX = "failOnError => false keeps the other rows"
 _ONCE = re.compile(r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE)"')
 _ONCE_IN_TEXT = re.compile(r"\b(?:table)?sample\b|/dev/(?:stdin|fd)", re.IGNORECASE)
 _numbers = itertools.count(1)
-
-# Each function's SQL: arguments, the row's text, the arguments that the model gets beside it. What
-# decides the type must be known when a query is bound; labels of a class may come from a column.
-_RUNNING = "failOnError := true, modelParameters := NULL"
-_MACROS: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
-    "ai_query": (
-        "endpoint, request, returnType := NULL, failOnError := true, modelParameters := NULL, "
-        "responseFormat := NULL",
-        "request",
-        {"endpoint": "endpoint", "return_type": "returnType", "response_format": "responseFormat"},
-        ("endpoint", "return_type", "response_format"),
-    ),
-    "ai_gen": (f"prompt, {_RUNNING}", "prompt", {}, ()),
-    "ai_classify": (
-        f"content, labels, options := NULL, {_RUNNING}",
-        "content",
-        {"labels": "labels", "options": "options"},
-        ("options",),
-    ),
-    "ai_extract": (
-        f"content, labels, options := NULL, {_RUNNING}",
-        "content",
-        {"labels": "labels", "options": "options"},
-        ("labels", "options"),
-    ),
-    "ai_summarize": (
-        f"content, max_words := 50, {_RUNNING}",
-        "content",
-        {"max_words": "max_words"},
-        (),
-    ),
-    "ai_translate": (f"content, to_lang, {_RUNNING}", "content", {"to_lang": "to_lang"}, ()),
-    "ai_fix_grammar": (f"content, {_RUNNING}", "content", {}, ()),
-    "ai_mask": (f"content, labels, {_RUNNING}", "content", {"labels": "labels"}, ()),
-    "ai_analyze_sentiment": (f"content, {_RUNNING}", "content", {}, ()),
-    "ai_similarity": (
-        f"expr1, expr2, {_RUNNING}",
-        "CASE WHEN expr1 IS NOT NULL AND expr2 IS NOT NULL "
-        "THEN to_json([expr1::VARCHAR, expr2::VARCHAR]) END",
-        {},
-        (),
-    ),
-}
 
 Key = tuple[str, str]  # a function with its arguments, and a row
 
@@ -167,13 +123,11 @@ class Registration:
         con.create_function(self._answers, self._answer, [text, text, text], text, **options)
         con.create_function(self._types, self._structures, [text], text, **options)
         run = f"getvariable('{_VARIABLE}')::VARCHAR"
-        for name, (parameters, row, arguments, decisive) in _MACROS.items():
-            spec = _spec(name, arguments)
-            decides = {key: value for key, value in arguments.items() if key in decisive}
-            type_spec = _spec(name, decides)
+        for name, macro in MACROS.items():
+            called = f"{run}, {macro.spec(name, is_bound=False)}, {macro.row()}"
             con.execute(
-                f"CREATE OR REPLACE TEMP MACRO {name}({parameters}) AS from_json("
-                f"{self._answers}({run}, {spec}, ({row})::VARCHAR), {self._types}({type_spec}))"
+                f"CREATE OR REPLACE TEMP MACRO {name}({macro.parameters}) AS from_json("
+                f"{self._answers}({called}), {self._types}({macro.spec(name, is_bound=True)}))"
             )
 
     def sql(
@@ -289,7 +243,7 @@ class Registration:
 
     def _ask(self, keys: list[Key]) -> list[Outcome]:
         """One planned batch."""
-        rows = [(_read_spec(spec)[0], row) for spec, row in keys]
+        rows = [(read_spec(spec)[0], row) for spec, row in keys]
         self.num_rows_asked += len(rows)
         outcomes = answer(self.client, rows, self._count)
         for key, (task, _), outcome in zip(keys, rows, outcomes, strict=True):
@@ -325,7 +279,7 @@ class Registration:
         import pyarrow as pa
 
         try:
-            return pa.array([_structure(spec) for spec in specs.to_pylist()], pa.string())
+            return pa.array([structure(spec) for spec in specs.to_pylist()], pa.string())
         except AnaphoraError as error:
             for run in self._runs.values():  # at most one
                 run.error = error
@@ -337,7 +291,7 @@ class Registration:
         for index, key in enumerate(keys):
             if key is None:
                 continue
-            task, _ = _read_spec(key[0])
+            task, _ = read_spec(key[0])
             check_endpoint(task, self.client)
             known = run.outcomes.get(key)
             if known is None and task.is_repeatable:
@@ -357,7 +311,7 @@ class Registration:
     def _write(self, key: Key | None, outcome: Outcome | None) -> str | None:
         if key is None or outcome is None:
             return None
-        task, is_strict = _read_spec(key[0])
+        task, is_strict = read_spec(key[0])
         if is_strict:
             value = outcome.unwrap(f"{task.function}, row {shorten(key[1])}", _FIX)
         else:
@@ -406,39 +360,3 @@ class _Memo:
             self._outcomes[key] = outcome
             if len(self._outcomes) > _MEMO_ROWS:
                 self._outcomes.popitem(last=False)
-
-
-def _spec(function: str, arguments: Mapping[str, str]) -> str:
-    named = {
-        "function": f"'{function}'",
-        "fail_on_error": "failOnError",
-        "model_parameters": "modelParameters",
-        **arguments,
-    }
-    pairs = ", ".join(f"'{name}': {value}" for name, value in named.items())
-    return f"to_json({{{pairs}}})::VARCHAR"
-
-
-@functools.lru_cache(maxsize=4096)
-def _read_spec(spec: str) -> tuple[Task, bool]:
-    """The task, and whether a row's error is the query's."""
-    arguments = json.loads(spec)
-    function = arguments.pop("function")
-    is_strict = arguments.pop("fail_on_error")
-    if not isinstance(is_strict, bool):
-        raise InvalidArgument(f"{function}'s failOnError is {is_strict!r:.40}; use true or false")
-    return FUNCTIONS[function](**arguments), is_strict
-
-
-@functools.lru_cache(maxsize=4096)
-def _structure(spec: str) -> str:
-    arguments = json.loads(spec)
-    if arguments["function"] == "ai_classify":  # its labels decide nothing
-        arguments["labels"] = ["a", "b"]
-    elif arguments["function"] == "ai_translate":
-        arguments["to_lang"] = "en"
-    elif arguments["function"] == "ai_mask":
-        arguments["labels"] = ["a"]
-    task, is_strict = _read_spec(json.dumps(arguments))
-    shape = task.shape if is_strict else with_error(task.shape)
-    return json.dumps(shape.duckdb())
