@@ -240,6 +240,8 @@ def test_wrong_arguments_are_named(
 def test_mistakes_in_sql_are_duckdbs_own_words(faked: Registration) -> None:
     with pytest.raises(duckdb.ParserException, match="syntax error"):
         faked.sql("SELEC 1")
+    with pytest.raises(InvalidArgument, match="the query is empty"):
+        faked.sql(" ")
     with pytest.raises(duckdb.CatalogException, match="nosuch does not exist") as caught:
         faked.sql("SELECT nosuch(1)")
     assert "EXPLAIN" not in str(caught.value)
@@ -247,6 +249,15 @@ def test_mistakes_in_sql_are_duckdbs_own_words(faked: Registration) -> None:
         faked.sql("SELECT ai_query('fake', text, files => text) FROM reviews")
     with pytest.raises(duckdb.BinderException, match="constant"):
         faked.sql("SELECT ai_extract(text, [text]) FROM reviews")
+
+
+def test_a_closed_registration_says_so(con: duckdb.DuckDBPyConnection, fake: FakeLLM) -> None:
+    with sql.register(con, fake):
+        pass
+    with pytest.raises(duckdb.InvalidInputException, match="the client was closed"):
+        con.sql("SELECT ai_gen('a')").fetchall()
+    with sql.register(con, fake):
+        assert con.sql("SELECT ai_gen('a')").fetchall() == [("You said: a",)]
 
 
 def test_labels_of_a_class_may_come_from_a_column(faked: Registration, fake: FakeLLM) -> None:

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from anaphora.batch.client import Client, Reply, Target
-from anaphora.errors import AnaphoraError, MissingExtra
+from anaphora.errors import AnaphoraError, InvalidArgument, MissingExtra
 from anaphora.functions.macros import MACROS, read_spec, structure
 from anaphora.functions.run import Outcome, answer, check_endpoint, shorten
 from anaphora.functions.usage import Usage
@@ -229,9 +229,12 @@ class Registration:
 
     def _execute(self, query: str, params: Any, run: _Run) -> pa.Table:
         try:
-            return self._con.sql(query, params=params).to_arrow_table()
+            relation = self._con.sql(query, params=params)
+            if relation is not None:
+                return relation.to_arrow_table()
         except Exception as error:
             raise run.error or error from None
+        raise InvalidArgument("the query is empty; give a statement")
 
     def _compute(self, run: _Run) -> None:
         """The rows of that function which was asked first: in a query that chooses by a value, it
@@ -262,9 +265,12 @@ class Registration:
         """What DuckDB calls, from any of its threads, for each vector of rows."""
         import pyarrow as pa
 
+        # Of one call all specs are equal: they are held once, however long its instructions are.
+        equal = specs.unique().to_pylist()
+        listed = equal * len(specs) if len(equal) == 1 else specs.to_pylist()
         keys: list[Key | None] = [
             None if row is None else (spec, row)
-            for spec, row in zip(specs.to_pylist(), rows.to_pylist(), strict=True)
+            for spec, row in zip(listed, rows.to_pylist(), strict=True)
         ]
         name = runs.to_pylist()[0] if len(runs) else None
         run = self._runs.get(name or "") or _Run()
