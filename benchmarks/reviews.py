@@ -257,12 +257,12 @@ def plot(found: dict[str, list[Measured]], path: Path) -> None:
         axes.scatter(rates, [height] * len(rates), s=9, color="black", zorder=3)
         hit = statistics.median(run.hit_rate for run in runs)
         axes.annotate(
-            f"{median:.1f} rows/s, {hit:.0%} of the prompt from the cache",
+            f"{median:.1f} rows/s, hit rate {hit:.0%}",
             (max(rates), height), textcoords="offset points", xytext=(6, -3), fontsize=8,
         )  # fmt: skip
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.7 * axes.get_xlim()[1])
+    axes.set_xlim(0, 1.4 * axes.get_xlim()[1])
     axes.set_xlabel("rows per second")
     axes.grid(axis="x", color="#dddddd", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
