@@ -12,7 +12,11 @@ before the next. Each repeat's instruction begins with another number, so nothin
 before.
 Slow systems may get fewer rows: what is compared are rows per second.
 
-Usage: python benchmarks/reviews.py [--rows 5000] [--rows-off 300] [--rows-peers 1000] [--repeats 3]
+With `--via sql`, chats are those of `ai_classify` with the instruction as its `instructions`, and
+the planned rows go through DuckDB.
+
+Usage: python benchmarks/reviews.py [--via client] [--rows 5000] [--rows-off 300]
+           [--rows-peers 1000] [--rows-llama 300] [--repeats 3] [--seed 0]
            [--system anaphora --system vllm --system llama] [--venvs DIR] [--weights DIR]
            [--vllm NAME=VALUE] [--llama NAME=VALUE] [--save FILE.parquet] [--plot FILE.svg]
 
@@ -29,6 +33,7 @@ import json
 import signal
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +41,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "compare"))
 
 import batch_peers
-from batch_peers import Messages, Run, System, run_client
+from batch_peers import Messages, Row, Run, run_client
 from rich.console import Console
 from rich.table import Table
 from tables import Columns, reviews
 
-from anaphora.batch.client import Client
+from anaphora.batch.client import Client, Reply
 from anaphora.config import EngineConfig
 
 HERE = Path(__file__).parent / "compare"
@@ -125,17 +130,35 @@ class Measured:
     labels: list[str]
 
 
-def chats(table: Columns, num_rows: int, job: str) -> list[Messages]:
-    """The first rows: the instruction, then the row."""
-    system = INSTRUCTION.format(job=job, schema=json.dumps(SCHEMA))
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """An instruction and the rows it is for, as chats: the instruction, then the row."""
+
+    instruction: str
+    contents: list[str]
+    via: str  # who writes the chats: this script, or ai_classify
+
+    def chats(self) -> list[Messages]:
+        if self.via == "sql":
+            from anaphora.functions.tasks import ai_classify
+
+            task = ai_classify(list(LABELS), options={"instructions": self.instruction})
+            return [task.request(content)["messages"] for content in self.contents]
+        system = {"role": "system", "content": self.instruction}
+        return [[system, {"role": "user", "content": content}] for content in self.contents]
+
+
+def first_rows(table: Columns, num_rows: int, number: int, via: str) -> Job:
+    """The first rows of the table; ``number`` keeps repeats apart."""
     rows = zip(table["product"], table["stars"], table["review"], strict=True)
-    return [
+    return Job(
+        INSTRUCTION.format(job=number, schema=json.dumps(SCHEMA)),
         [
-            {"role": "system", "content": system},
-            {"role": "user", "content": f"Product: {p}\nStars: {s}\nReview: {text}"},
-        ]
-        for (p, s, text), _ in zip(rows, range(num_rows), strict=False)
-    ]
+            f"Product: {product}\nStars: {stars}\nReview: {text}"
+            for (product, stars, text), _ in zip(rows, range(num_rows), strict=False)
+        ],
+        via,
+    )
 
 
 @dataclasses.dataclass
@@ -145,11 +168,53 @@ class Anaphora:
     client: Client
     is_planned: bool
 
-    def run(self, chats: list[Messages], choice: tuple[str, ...]) -> Run:
+    def run(self, job: Job) -> Run:
         more = {"temperature": 0, "max_tokens": batch_peers.MAX_TOKENS}
-        answer = {"structured_outputs": {"choice": list(choice)}}
-        bodies = [{"messages": chat, **more, **answer} for chat in chats]
+        answer = {"structured_outputs": {"choice": list(LABELS)}}
+        bodies = [{"messages": chat, **more, **answer} for chat in job.chats()]
         return run_client(self.client, bodies, is_planned=self.is_planned)
+
+
+@dataclasses.dataclass
+class Sql:
+    """The same through DuckDB: a column of ai_classify, which is one planned batch."""
+
+    client: Client
+
+    def run(self, job: Job) -> Run:
+        import duckdb
+        import pyarrow
+
+        from anaphora import sql
+
+        replies: list[Reply] = []
+        con = duckdb.connect()
+        con.register("reviews", pyarrow.table({"content": job.contents}))
+        with sql.register(con, self.client, on_done=replies.append) as registration:
+            begin = time.perf_counter()
+            found = registration.sql(
+                "SELECT ai_classify(content, $labels, options := {'instructions': $instruction}) "
+                "FROM reviews",
+                {"labels": list(LABELS), "instruction": job.instruction},
+            ).fetchall()
+            seconds = time.perf_counter() - begin
+        usages = [reply.usage() for reply in replies]  # in the order of their ends
+        return Run(
+            seconds, [Row(text, *usage) for (text,), usage in zip(found, usages, strict=True)]
+        )
+
+
+@dataclasses.dataclass
+class Peer:
+    """Another engine, given the chats."""
+
+    engine: batch_peers.System
+
+    def run(self, job: Job) -> Run:
+        return self.engine.run(job.chats(), LABELS)
+
+
+System = Anaphora | Sql | Peer
 
 
 @contextlib.contextmanager
@@ -168,17 +233,18 @@ def systems(options: argparse.Namespace) -> Iterator[dict[str, System]]:
                     enable_prefix_caching=name != OFF,
                 )
                 client = stack.enter_context(Client(config))
-                found[name] = Anaphora(client, is_planned=name == PLANNED)
+                is_sql = name == PLANNED and options.via == "sql"
+                found[name] = Sql(client) if is_sql else Anaphora(client, name == PLANNED)
         if "vllm" in chosen:
             peer = batch_peers.vllm(
                 options.venvs / "vllm", options.weights, logs / "vllm-batch.log", options.vllm
             )
-            found[VLLM] = stack.enter_context(peer)
+            found[VLLM] = Peer(stack.enter_context(peer))
         if "llama" in chosen:
             peer = batch_peers.llama(
                 options.venvs / "llama", options.weights, logs / "llama-batch.log", options.llama
             )
-            found[LLAMA] = stack.enter_context(peer)
+            found[LLAMA] = Peer(stack.enter_context(peer))
         yield found
 
 
@@ -205,8 +271,10 @@ def checked(found: dict[str, list[Measured]]) -> list[str]:
             wrong = [text for text in run.labels if text not in LABELS]
             if wrong:
                 problems.append(f"{name}: {len(wrong)} answers are no label, as {wrong[0]!r}")
-        pairs = zip(runs[0].prompt_tokens, reference.prompt_tokens, strict=False)
-        differing = [a - b for a, b in pairs if a != b]
+        ours, others = runs[0].prompt_tokens, reference.prompt_tokens
+        if name == PLANNED:  # through SQL they come in another order
+            ours, others = sorted(ours), sorted(found[ON][0].prompt_tokens)
+        differing = [a - b for a, b in zip(ours, others, strict=False) if a != b]
         if differing:
             problems.append(f"{name}: {len(differing)} prompts are longer by {differing[0]} tokens")
     return problems
@@ -290,6 +358,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows-off", type=int, default=300, help="of Anaphora without it")
     parser.add_argument("--rows-peers", type=int, default=1000, help="of vLLM")
     parser.add_argument("--rows-llama", type=int, default=300, help="of llama-server")
+    parser.add_argument("--via", choices=("client", "sql"), default="client")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the table")
     parser.add_argument("--system", action="append", choices=("anaphora", "vllm", "llama"))
@@ -313,11 +382,11 @@ def main() -> None:
     with systems(options) as running:
         found: dict[str, list[Measured]] = {name: [] for name in running}
         for system in running.values():  # code compiled, memory touched
-            system.run(chats(table, 4, "99"), LABELS)
+            system.run(first_rows(table, 4, 99, options.via))
         for repeat in range(options.repeats):
             for name, system in running.items():
-                rows = chats(table, sizes.get(name, options.rows), f"{100 + repeat}")
-                run = system.run(rows, LABELS)
+                num_rows = sizes.get(name, options.rows)
+                run = system.run(first_rows(table, num_rows, 100 + repeat, options.via))
                 found[name].append(measure(run))
                 console.print(f"{name}, repeat {repeat + 1}: {run.seconds:.1f} s")
     document = report(found)
