@@ -180,7 +180,7 @@ def goods(num_rows: int, seed: int = 0) -> Columns:
         name = zipf(rng, names)
         stars = rng.randint(1, 5)
         text = _review(rng, name, stars, 500_000 + row)
-        rows.append({"order": f"o{row:06d}", "review": text, "stars": str(stars), **products[name]})
+        rows.append({**products[name], "order": f"o{row:06d}", "stars": str(stars), "review": text})
     return _columns(rows)
 
 
