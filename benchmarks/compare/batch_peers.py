@@ -24,6 +24,7 @@ from anaphora.batch.client import Client
 
 READY = "vllm_batch is ready"  # as vllm_batch.py says it; that file imports vLLM
 NUM_SLOTS = 4  # of llama-server
+BLOCK_SIZE = 32  # of vLLM: the least its CPU backend takes, so the most of a prefix is found
 MAX_TOKENS = 8
 
 Messages = list[dict[str, str]]
@@ -154,7 +155,9 @@ def run_client(client: Client, bodies: Sequence[dict[str, Any]], *, is_planned: 
 def vllm(venv: Path, weights: Path, log: Path, options: Sequence[str]) -> Iterator[Vllm]:
     """Started, with the model of ``weights``; ``options`` are arguments of ``vllm.LLM``."""
     command = [str(venv / "bin" / "python"), str(HERE / "vllm_batch.py"), str(weights / "hf")]
-    process = _Process([*command, *options], dict(PEERS["vllm"].environment), log)
+    given = {"block_size": str(BLOCK_SIZE)} | dict(option.split("=", 1) for option in options)
+    command += [f"{name}={value}" for name, value in given.items()]
+    process = _Process(command, dict(PEERS["vllm"].environment), log)
     try:
         process.wait_for(READY)
         with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +169,7 @@ def vllm(venv: Path, weights: Path, log: Path, options: Sequence[str]) -> Iterat
 @contextlib.contextmanager
 def llama(venv: Path, weights: Path, log: Path, options: Sequence[str]) -> Iterator[Llama]:
     """Started; ``options`` are those of ``llama_server.py``."""
-    given = dict(option.split("=") for option in options)
+    given = dict(option.split("=", 1) for option in options)
     num_slots = int(given.setdefault("parallel", str(NUM_SLOTS)))
     port = free_port()
     command = [str(venv / "bin" / "python"), str(HERE / "llama_server.py")]

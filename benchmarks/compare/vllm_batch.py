@@ -37,7 +37,7 @@ def answer(llm: LLM, job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answers jobs until the input ends."""
     model, *pairs = sys.argv[1:]
-    options = {name: json.loads(value) for name, value in (pair.split("=") for pair in pairs)}
+    options = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in pairs)}
     llm = LLM(model, dtype="bfloat16", enable_prefix_caching=True, **options)
     print(READY, flush=True)
     for line in sys.stdin:
