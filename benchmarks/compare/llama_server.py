@@ -1,7 +1,7 @@
 """llama-server in the environment of the package xllamacpp: ``llama_server.py MODEL PORT``.
 
 Options for trials come as NAME=VALUE after that: flash (on, off, auto), ubatch, batch,
-slots (separate, shared).
+slots (separate, shared), parallel (the number of slots).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main() -> None:
     params.hostnames = ["127.0.0.1"]
     params.port = int(port)
     params.kv_unified = options.get("slots", "separate") == "shared"
-    params.n_ctx = NUM_SHARED_TOKENS if params.kv_unified else NUM_SLOTS * NUM_SLOT_TOKENS
-    params.n_parallel = NUM_SLOTS
+    params.n_parallel = int(options.get("parallel", NUM_SLOTS))
+    params.n_ctx = NUM_SHARED_TOKENS if params.kv_unified else params.n_parallel * NUM_SLOT_TOKENS
     params.n_batch = int(options.get("batch", 2048))
     params.n_ubatch = int(options.get("ubatch", 512))
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
