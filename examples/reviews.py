@@ -17,8 +17,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from anaphora import sql
-from anaphora.batch.client import Client
+from anaphora import Client, sql
 from anaphora.functions import Usage, ai_analyze_sentiment, ai_similarity
 
 PRODUCTS = ("Aster kettle", "Birch toaster", "Cedar lamp")

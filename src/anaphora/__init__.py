@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anaphora.async_llm import AsyncLLM
+    from anaphora.batch.client import Client
     from anaphora.config import EngineConfig
     from anaphora.constraints import Constraint
     from anaphora.errors import AnaphoraError
@@ -22,6 +23,7 @@ _HOMES = {
     "AnaphoraError": "errors",
     "AsyncLLM": "async_llm",
     "CacheScope": "types",
+    "Client": "batch.client",
     "Completion": "llm",
     "Constraint": "constraints",
     "EngineConfig": "config",
@@ -35,6 +37,7 @@ __all__ = [
     "AnaphoraError",
     "AsyncLLM",
     "CacheScope",
+    "Client",
     "Completion",
     "Constraint",
     "EngineConfig",

@@ -189,9 +189,7 @@ def map_rows(
 ) -> list[Any]:
     """Values of a column's rows. Raises ``RowFailed`` for the first that failed."""
     if not isinstance(client, Client):
-        raise InvalidArgument(
-            f"client is {type(client).__name__}; give an anaphora.batch.client.Client"
-        )
+        raise InvalidArgument(f"client is {type(client).__name__}; give an anaphora.Client")
     present = [index for index, row in enumerate(rows) if row is not None]
     outcomes = answer(client, [(task, rows[index] or "") for index in present], on_done)
     values: list[Any] = [None] * len(rows)
