@@ -182,6 +182,22 @@ def test_statements_other_than_one_select_run(
     assert faked.sql("SELECT 1; SELECT ai_gen('b')").fetchall() == [("You said: b",)]
 
 
+def test_labels_of_each_rows_own_are_one_batch_too(faked: Registration, fake: FakeLLM) -> None:
+    for _ in range(20):
+        fake.enqueue("x")
+    asked: list[int] = []
+    complete = faked.client.complete
+
+    def count(bodies: Any, **more: Any) -> list[Reply]:
+        asked.append(len(bodies))
+        return complete(bodies, **more)
+
+    faked.client.complete = count  # type: ignore[method-assign, assignment]
+    query = "SELECT ai_classify('a', ['x', 'y' || i]) FROM range(20) t(i)"
+    assert faked.sql(query).fetchall() == [("x",)] * 20
+    assert asked == [20]
+
+
 def test_parameters_and_the_callers_tables_are_seen(faked: Registration) -> None:
     mine = pa.table({"text": ["a", "b"]})
     rows = faked.sql("SELECT ai_gen(text || $1) FROM mine ORDER BY 1", ["!"]).fetchall()

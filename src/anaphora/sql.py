@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _VARIABLE = "anaphora_run"  # of a connection: which run its query belongs to
 _MEMO_ROWS = 2**16
-_MAX_PASSES = 16
+_MAX_PASSES = 64
+_MAX_CALLS = 8  # of one function in a query; if there are more, their arguments are a column's
 _FIX = "failOnError => false keeps the other rows"
 # Which rows are looked at is then known only while the query runs, or differs from run to run.
 _ONCE = re.compile(r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE)"')
@@ -157,11 +158,11 @@ class Registration:
     @contextlib.contextmanager
     def _running(self) -> Iterator[_Run]:
         run, name = _Run(), f"{next(_numbers)}"
-        self._runs[name] = run
         con = self._con
         setting = con.execute("SELECT current_setting('python_scan_all_frames')").fetchone()
         con.execute(f"SET VARIABLE {_VARIABLE} = '{name}'")
         con.execute("SET python_scan_all_frames = true")  # the caller's tables, from in here
+        self._runs[name] = run
         try:
             yield run
         finally:
@@ -194,8 +195,8 @@ class Registration:
                 raise
         finally:
             signal.signal(signal.SIGINT, before)
-        if self._is_interrupted:
-            self._is_interrupted = False
+            was_interrupted, self._is_interrupted = self._is_interrupted, False
+        if was_interrupted:
             raise KeyboardInterrupt
 
     def _is_repeatable(self, query: str, params: Any, run: _Run) -> bool:
@@ -237,12 +238,15 @@ class Registration:
         raise InvalidArgument("the query is empty; give a statement")
 
     def _compute(self, run: _Run) -> None:
-        """The rows of that function which was asked first: in a query that chooses by a value, it
-        is the one that others wait for."""
+        """The rows of that call which was made first: in a query that chooses by a value, it is
+        the one that others wait for."""
         first = next(iter(run.wanted))[0]
-        keys = [key for key in run.wanted if key[0] == first]
-        for key, outcome in zip(keys, self._ask(keys), strict=True):
-            run.outcomes[key] = outcome
+        function = read_spec(first)[0].function
+        calls = {spec for spec, _ in run.wanted if read_spec(spec)[0].function == function}
+        if len(calls) <= _MAX_CALLS:
+            calls = {first}
+        keys = [key for key in run.wanted if key[0] in calls]
+        run.outcomes.update(zip(keys, self._ask(keys), strict=True))
 
     def _ask(self, keys: list[Key]) -> list[Outcome]:
         """One planned batch."""
