@@ -36,7 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from anaphora.batch.client import Client
+from anaphora.batch.client import STEP_TOKENS, Client
 from anaphora.config import EngineConfig
 
 MODEL = "smollm2"
@@ -124,7 +124,10 @@ def measure(options: argparse.Namespace) -> Found:
     console = Console(stderr=True)
     configs = {
         cache: EngineConfig(
-            model=MODEL, kv_cache_memory=CACHE_BYTES, enable_prefix_caching=cache == "on"
+            model=MODEL,
+            kv_cache_memory=CACHE_BYTES,
+            max_num_batched_tokens=STEP_TOKENS,
+            enable_prefix_caching=cache == "on",
         )
         for cache in ("off", "on")
     }

@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.table import Table
 from tables import Columns, reviews
 
-from anaphora.batch.client import Client, Reply
+from anaphora.batch.client import STEP_TOKENS, Client, Reply
 from anaphora.config import EngineConfig
 
 HERE = Path(__file__).parent / "compare"
@@ -230,6 +230,7 @@ def systems(options: argparse.Namespace) -> Iterator[dict[str, System]]:
                 config = EngineConfig(
                     model=options.model,
                     kv_cache_memory=CACHE_BYTES,
+                    max_num_batched_tokens=STEP_TOKENS,
                     enable_prefix_caching=name != OFF,
                 )
                 client = stack.enter_context(Client(config))

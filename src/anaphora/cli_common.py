@@ -90,7 +90,7 @@ def open_client(
     threads: int | None,
 ) -> Client:
     """What answers: the server at ``url``, or an engine process of our own."""
-    from anaphora.batch.client import Client
+    from anaphora.batch.client import STEP_TOKENS, Client
 
     if url is not None:
         key = api_key or os.environ.get(API_KEY_VARIABLE)
@@ -101,7 +101,11 @@ def open_client(
     if kv_cache_memory is not None:
         given["kv_cache_memory"] = parse_size(kv_cache_memory)
     config = EngineConfig(
-        model=model or EngineConfig().model, dtype=dtype, threads=threads, **given
+        model=model or EngineConfig().model,
+        dtype=dtype,
+        threads=threads,
+        max_num_batched_tokens=STEP_TOKENS,
+        **given,
     )
     return Client(config, concurrency=concurrency)
 

@@ -36,6 +36,7 @@ from anaphora.types import DEFAULT_TENANT, ModelInfo
 CHAT = "/v1/chat/completions"
 PATHS = (CHAT, "/v1/completions", "/v1/responses")
 
+STEP_TOKENS = 512  # of max_num_batched_tokens: nobody waits for the step that runs
 _NUM_TEXTS = 64  # parts of prompts whose tokens are kept
 _PAGE = 256  # prompts that are looked at together
 _DEFAULT_CONCURRENCY = 64  # at a URL that does not say how many sequences it runs
@@ -124,7 +125,8 @@ class Client:
         concurrency: int | None = None,
     ) -> None:
         """``target``: a base URL, as http://127.0.0.1:8000/v1; an ``LLM`` of this process, which
-        stays yours; or a model's name, path or ``EngineConfig``, for which an engine is started.
+        stays yours; or a model's name, path or ``EngineConfig``, for which an engine is started
+        (of a name or path with steps of ``STEP_TOKENS``).
 
         ``model`` is whom requests are for that do not say it, by default the first that is served.
         Raises ``ConfigError``, ``ModelError`` and ``EngineUnavailable``.
@@ -305,6 +307,8 @@ async def _open(target: Target, api_key: str | None) -> _Backend:
         raise ConfigError(
             f"the target is a {type(target).__name__}; give a URL, an LLM or the name of a model"
         )
+    if isinstance(target, str):
+        target = EngineConfig(model=target, max_num_batched_tokens=STEP_TOKENS)
     llm = AsyncLLM(target)
     await llm.start()
     return _Local(llm)
