@@ -80,7 +80,7 @@ def test_the_documents_hold_no_placeholder():
 
 
 def test_public_names_are_few_and_sorted():
-    assert len(anaphora.__all__) < 10
+    assert len(anaphora.__all__) <= 10
     assert set(anaphora.__all__) == set(anaphora._HOMES)
     with pytest.raises(AttributeError, match="Turbo"):
         _ = anaphora.Turbo

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from anaphora.cli_common import (
@@ -254,7 +254,7 @@ class _Show:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TaskProgressColumn(),
             TextColumn("{task.fields[more]}"),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -316,8 +316,9 @@ class _Show:
             while len(recent) > 2 and now - recent[0][0] > _RATE_SECONDS:
                 recent.popleft()
             more = _rates(recent[0], recent[-1], counts.num_rows - done)
-            self._progress.update(task, completed=done, more=more)
-            self._say(f"{done:,} of {counts.num_rows:,} rows: {more}")
+            so_far = f"{done:,} of {counts.num_rows:,} rows"
+            self._progress.update(task, completed=done, more=f"{so_far}, {more}")
+            self._say(f"{so_far}: {more}")
             if update is not None and now - followed_at > _FOLLOW_SECONDS:
                 followed_at = now
                 update()
