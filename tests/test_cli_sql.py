@@ -81,7 +81,7 @@ def test_files(suffix: str, run: Run, reviews: Path, server: Running, tmp_path: 
         (["SELECT nosuch(1)"], "Catalog Error: Scalar Function with name nosuch does not exist!"),
         (["FROM 'nofile.csv'"], 'IO Error: No files found that match the pattern "nofile.csv"'),
         (["SELECT ai_translate('a', 'xx')"], "ai_translate's to_lang is 'xx'; it must be one of"),
-        (["SELECT ai_query('gpt', 'a')"], "'gpt', which is not served; known are fake"),
+        (["SELECT ai_query('gpt', 'a')"], "'gpt', which is not served; served: fake"),
         (["SELECT 1", "-o", "a.txt"], "--output is 'a.txt'; its name must end in .csv, .parquet"),
     ],
 )

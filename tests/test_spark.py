@@ -156,7 +156,7 @@ def test_sql(spark: SparkSession, reviews: DataFrame, ai: Functions, fake: FakeL
     assert of("ai_similarity(text, text)") == ["1.0"]
     [error] = of("ai_analyze_sentiment(text, failOnError => false)")
     assert "none of the labels" in error
-    with pytest.raises(PythonException, match="'gpt', which is not served; known are fake"):
+    with pytest.raises(PythonException, match="'gpt', which is not served; served: fake"):
         of("ai_query('gpt', text)")
     with pytest.raises(PythonException, match="ai_gen has no argument 'max_words'; it has prompt"):
         of("ai_gen(text, max_words => 3)")

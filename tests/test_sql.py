@@ -233,7 +233,7 @@ def test_a_failed_row_is_the_querys_or_its_own(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("ai_query('gpt', text)", "'gpt', which is not served; known are fake"),
+        ("ai_query('gpt', text)", "'gpt', which is not served; served: fake"),
         ("ai_query('fake', text, modelParameters => {'max_token': 1})", "have 'max_token', which"),
         ("ai_query('fake', text, responseFormat => 'STRUCT<a: INT, b: INT>')", "2 top-level"),
         ("ai_query('fake', text, returnType => 'DATE')", "returnType is 'DATE'"),

@@ -45,6 +45,10 @@ LIMITS: Limits = {
 # Small models would fill an answer with white space; 40 characters indent ten levels.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,40}"}
 _MAX_MESSAGE_CHARS = 200
+MAX_INTEGER = 10**18  # fits 64 bits, and so does what llguidance makes of it
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+_VALUES = ("enum", "const", "default", "examples")
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -121,6 +125,26 @@ class Constraint(msgspec.Struct, frozen=True):
 def json_constraint(schema: object, param: str) -> Constraint:
     """That of a schema given as an object. Equal objects give equal text."""
     return Constraint("json_schema", json.dumps(schema, ensure_ascii=False), param)
+
+
+def settled(schema: Any) -> Any:
+    """A schema whose objects have no fields but those it names, and whose whole numbers fit
+    64 bits, unless it says so itself: a small model would go on inventing fields and digits."""
+    if isinstance(schema, list):
+        return [settled(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result: dict[str, Any] = {}
+    for word, value in schema.items():
+        if word in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            result[word] = {name: settled(one) for name, one in value.items()}
+        else:
+            result[word] = value if word in _VALUES else settled(value)
+    if "properties" in schema:
+        result.setdefault("additionalProperties", False)
+    if schema.get("type") == "integer" and not _BOUNDS & schema.keys():
+        result |= {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
+    return result
 
 
 def compose(lark: str, parts: Mapping[str, Constraint], param: str) -> Constraint:

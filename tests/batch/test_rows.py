@@ -41,7 +41,7 @@ def test_bad_lines_of_csv_are_rows_with_an_error(
         "line 2 has 1 fields, but there are 2 columns",
         "line 3 has 3 fields, but there are 2 columns",
         "line 4 is not UTF-8",
-        "line 5 is no CSV: field larger than field limit (100)",
+        "line 5: no CSV, field larger than field limit (100)",
         None,
     ]
     assert found[-1].values == {"a": "good", "b": "row"}

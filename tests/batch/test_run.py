@@ -101,7 +101,7 @@ def test_parquet_keeps_its_columns(run: Run, server: Running, tmp_path: Path) ->
     assert found.select(["text", "price"]).equals(content)
     errors = found.column("error").to_pylist()
     assert errors[0] is None
-    assert errors[1] == "column 'text' is null; write {{ column or '' }} to take it as empty"
+    assert errors[1] == "column 'text' is null; write {{ … or '' }} to take it as empty"
     assert found.column("reply").to_pylist()[1] is None
     assert "1,000 × column 'text' is null" in said
 

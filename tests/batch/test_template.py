@@ -59,7 +59,7 @@ def test_values_are_printed_as_people_write_them(value: Any, printed: str) -> No
 @pytest.mark.parametrize(
     ("source", "row", "said"),
     [
-        ("{{ x }}", {"x": None}, r"column 'x' is null; write \{\{ column or '' \}\}"),
+        ("{{ x }}", {"x": None}, r"column 'x' is null; write \{\{ … or '' \}\}"),
         ("{{ x }}", {"x": [1]}, "column 'x' holds a list or an object; write .* tojson"),
         ("{{ x }}", {"x": b"1"}, "column 'x' holds bytes"),
         ("{{ x }}{{ y }}", {"y": 1}, "'x' is undefined; it has y"),

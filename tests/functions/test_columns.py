@@ -157,7 +157,7 @@ def test_wrong_columns_are_named(scripted: Client) -> None:
         ai_gen({"a": 1}, client=scripted)
     with pytest.raises(InvalidArgument, match="client is str; give"):
         ai_gen(["a"], client="http://127.0.0.1")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="'gpt', which is not served; known are fake"):
+    with pytest.raises(InvalidArgument, match="'gpt', which is not served; served: fake"):
         ai_query("gpt", ["a"], client=scripted)
 
 

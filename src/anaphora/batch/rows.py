@@ -6,6 +6,7 @@ times the same rows come in the same order, also those that cannot be read.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import csv
 import dataclasses
@@ -105,15 +106,19 @@ class Table:
         assert self.columns is not None
         csv.field_size_limit(MAX_LINE_BYTES)
         with _open_csv(self.path) as file:
-            reader = csv.reader(_counted(file, position))
+            # Strict: a quote that is never closed would take all that follows into its field.
+            reader = csv.reader(_counted(file, position), strict=True)
             next(reader)
             while True:
+                first = reader.line_num + 1
                 try:
                     fields = next(reader)
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    yield Row({}, f"line {reader.line_num} is no CSV: {error}")
+                    last = reader.line_num
+                    where = f"line {first}" if first == last else f"lines {first} to {last}"
+                    yield Row({}, f"{where}: no CSV, {error}")
                     continue
                 if fields:
                     yield self._csv_row(fields, reader.line_num)
@@ -159,8 +164,8 @@ class JsonWriter:
         self._file = path.open("w", encoding="utf-8", newline="\n")
 
     def write(self, row: Row, result: Mapping[str, Any]) -> None:
-        """Values that JSON has not, as dates, become text."""
-        line = json.dumps({**row.values, **result}, ensure_ascii=False, default=str)
+        """Dates become text as ISO 8601 has it, bytes as base64, decimals as they are read."""
+        line = json.dumps({**row.values, **result}, ensure_ascii=False, default=_plain)
         self._file.write(line.encode(errors="backslashreplace").decode() + "\n")
 
     def flush(self) -> None:
@@ -249,6 +254,12 @@ def _csv_value(value: Any) -> Any:
     if _is_nested(value):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else value
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value.isoformat() if hasattr(value, "isoformat") else value)
 
 
 def _is_nested(value: Any) -> bool:

@@ -26,7 +26,8 @@ from anaphora.batch.rows import (
 )
 from anaphora.batch.template import PromptTemplate
 from anaphora.batch.work import Entry, Result, WorkFile, discard
-from anaphora.constraints import json_constraint
+from anaphora.constraint_check import check_now
+from anaphora.constraints import json_constraint, settled
 from anaphora.errors import ConfigError, InvalidRequest
 
 DEFAULT_MAX_TOKENS = 256
@@ -34,6 +35,7 @@ DEFAULT_ANSWER_COLUMN = "answer"
 SAMPLE_ROWS = 10_000  # of which an order of columns is proposed
 _PAGE = 256
 _MAX_ID_CHARS = 512
+_SHOWN_CHARS = 60
 _USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
 Report = Callable[[int], None]
@@ -154,11 +156,14 @@ class Batch:
         try:
             result.answer = json.loads(result.answer)
         except ValueError:
-            result.error = "the answer is not JSON: the server does not know response_format"
+            start, result.answer = str(result.answer)[:_SHOWN_CHARS], None
+            result.error = (
+                f"the answer is not JSON, the server does not know response_format: {start!r}…"
+            )
             if result.finish_reason == "length":
                 result.error = (
                     f"the answer was cut off after {result.completion_tokens} tokens, before its "
-                    "JSON was complete; raise --max-tokens"
+                    f"JSON was complete; raise --max-tokens: {start!r}…"
                 )
 
     def columns_of(self, result: Result) -> dict[str, Any]:
@@ -235,7 +240,7 @@ class Batch:
         assert self._template is not None
         if self.options.any_model:
             raise ConfigError("--any-model is for lines that name a model; leave it out")
-        if not self._template.columns:
+        if not self._template.names_columns:
             raise ConfigError(
                 "--prompt-template has no {{ column }}, so all rows would ask the same"
             )
@@ -436,8 +441,8 @@ def _schema_of(given: str | None) -> dict[str, Any] | None:
                 "can be read"
             ) from None
     try:
-        schema = json.loads(text)
-        json_constraint(schema, "--response-schema").part()
+        schema = settled(json.loads(text))
+        check_now(json_constraint(schema, "--response-schema"))
     except ValueError as error:
         raise ConfigError(f"--response-schema is not JSON: {error}") from None
     except InvalidRequest as error:

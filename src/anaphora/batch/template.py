@@ -28,6 +28,8 @@ from anaphora.text.sandbox import TemplateEnvironment
 from anaphora.types import Message
 
 ROLES = ("system", "user")
+ROW = "row"  # all columns by name, for those whose name is no identifier
+_ROW_ITEM = re.compile(r"\brow\[(['\"])(.+?)\1\]")
 _BLOCK_MARK = re.compile(r"[ \t]*(\{%-?\s*(?:block\s+\w+|endblock(?:\s+\w+)?)\s*-?%\})\n?")
 _COLUMN_LINE = re.compile(r"[^{}]*\{\{[^{}]*\}\}[^{}]*")  # one expression, no statement
 
@@ -45,8 +47,14 @@ class PromptTemplate:
             self.columns = meta.find_undeclared_variables(tree)
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"--prompt-template cannot be read: {error}") from None
+            raise ConfigError(
+                f"--prompt-template cannot be read: {error}; a column whose name is no plain word "
+                "is {{ row['its name'] }}"
+            ) from None
         self.columns -= set(environment.globals)
+        self.names_columns = bool(self.columns)
+        self.columns |= {match[2] for match in _ROW_ITEM.finditer(source)}
+        self.columns.discard(ROW)
         self._environment = environment
         self._blocks = _blocks(tree)
 
@@ -77,7 +85,8 @@ class PromptTemplate:
 
     def _render(self, values: Mapping[str, Any], block: str | None) -> str:
         try:
-            return self._environment.render(self._template, values, block).strip()
+            variables = {ROW: values, **values}
+            return self._environment.render(self._template, variables, block).strip()
         except jinja2.UndefinedError as error:
             raise InvalidRequest(
                 f"the template needs what the row does not have: {error}; it has "
@@ -126,12 +135,15 @@ class PromptTemplate:
         if not _COLUMN_LINE.fullmatch(line):
             return None
         names = meta.find_undeclared_variables(self._environment.parse(line))
-        return names.pop() if len(names) == 1 else None
+        if names == {ROW} and (item := _ROW_ITEM.search(line)) is not None:
+            return item[2]
+        return names.pop() if len(names) == 1 and ROW not in names else None
 
     def line(self, line: str, values: Mapping[str, Any]) -> str:
         """One of ``column_lines`` for a row, empty where it cannot be rendered."""
         try:
-            return self._environment.render(self._environment.from_string(line), values)
+            variables = {ROW: values, **values}
+            return self._environment.render(self._environment.from_string(line), variables)
         except Exception:
             return ""
 
@@ -166,11 +178,11 @@ def _blocks(tree: nodes.Template) -> dict[str, str]:
 def _finalize(context: Context, value: Any) -> Any:  # noqa: ARG001
     """What is printed for a value of a column."""
     if value is None:
-        raise InvalidRequest("is null; write {{ column or '' }} to take it as empty")
+        raise InvalidRequest("is null; write {{ … or '' }} to take it as empty")
     if isinstance(value, bytes):
         raise InvalidRequest("holds bytes; make it text first")
     if isinstance(value, list | dict):
-        raise InvalidRequest("holds a list or an object; write {{ column | tojson }}")
+        raise InvalidRequest("holds a list or an object; write {{ … | tojson }}")
     if isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, datetime.date | datetime.time):

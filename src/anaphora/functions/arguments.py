@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from anaphora.constraints import settled
 from anaphora.errors import InvalidArgument
 from anaphora.functions.shapes import check_field_names, parse_ddl
 
@@ -39,8 +40,6 @@ MODEL_PARAMETERS = (
 MIN_CLASSES, MAX_LABELS = 2, 500
 MAX_LABEL_CHARS = 100
 MAX_INSTRUCTIONS_CHARS = 20_000
-_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
-_VALUES = ("enum", "const", "default", "examples")
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -64,7 +63,10 @@ def read_labels(labels: Any, function: str, *, min_labels: int = 1) -> dict[str,
                 "characters"
             )
         if not isinstance(said, str):
-            raise InvalidArgument(f"{argument} describe {name!r} by {said!r:.60}; give text")
+            raise InvalidArgument(
+                f"{argument} describe {name!r} by {said!r:.60}; give text, "
+                'or a JSON schema: {"type": "object", "properties": …}'
+            )
     if len({name for name, _ in pairs}) < len(pairs):
         raise InvalidArgument(f"{argument} hold one label twice; give each once")
     if not min_labels <= len(pairs) <= MAX_LABELS:
@@ -78,7 +80,7 @@ def read_fields(labels: Any) -> tuple[dict[str, str] | None, Any]:
     """What ``ai_extract`` looks for: (labels, None), or (None, a JSON schema)."""
     parsed = _parse_json(labels)
     if isinstance(parsed, Mapping) and ("properties" in parsed or "$ref" in parsed):
-        return None, _close(parsed)
+        return None, settled(parsed)
     found = read_labels(parsed, "ai_extract")
     check_field_names(list(found), "ai_extract's labels")
     return found, None
@@ -109,7 +111,7 @@ def read_model_parameters(parameters: Any, function: str) -> dict[str, Any]:
     for name in given:
         if name not in MODEL_PARAMETERS:
             raise InvalidArgument(
-                f"{function}'s modelParameters have {name!r:.60}, which is not known; known are "
+                f"{function}'s modelParameters have {name!r:.60}, which is not known; there are "
                 f"{', '.join(MODEL_PARAMETERS)}"
             )
     return {name: value for name, value in given.items() if value is not None}
@@ -175,26 +177,8 @@ def read_response_format(given: Any) -> tuple[str, Any, str | None]:
                 raise InvalidArgument(
                     f"{argument} has no json_schema.schema; give the schema there"
                 )
-            return "json_schema", _close(inner["schema"]), None
-    return "json_schema", _close(parsed), None
-
-
-def _close(schema: Any) -> Any:
-    """A schema whose objects have no fields but those it names, unless it says so itself: a STRUCT
-    has no place for others, and a small model would go on inventing some."""
-    if isinstance(schema, list):
-        return [_close(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    result: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            result[word] = {name: _close(one) for name, one in value.items()}
-        else:
-            result[word] = value if word in _VALUES else _close(value)
-    if "properties" in schema:
-        result.setdefault("additionalProperties", False)
-    return result
+            return "json_schema", settled(inner["schema"]), None
+    return "json_schema", settled(parsed), None
 
 
 def _mapping(given: Any, argument: str) -> dict[str, Any]:

@@ -254,7 +254,7 @@ def _like(column: Column, values: list[Any], shape: Shape) -> Column:
 def _pandas_dtype(column: Any, shape: Shape) -> Any:
     if type(column.dtype).__name__ == "ArrowDtype":
         return type(column.dtype)(shape.arrow())
-    if shape.kind == "string":
+    if shape.kind == "string" and type(column.dtype).__name__ != "CategoricalDtype":
         return column.dtype  # object, or one of pandas' own for text
     return {"float": "float32", "number": "float64"}.get(shape.kind, object)
 

@@ -62,7 +62,7 @@ def check_endpoint(task: Task, client: Client) -> None:
     endpoint = task.fields.get("model", client.model)
     if endpoint not in client.models:
         raise InvalidArgument(
-            f"{task.function}'s endpoint is {endpoint!r:.60}, which is not served; known are "
+            f"{task.function}'s endpoint is {endpoint!r:.60}, which is not served; served: "
             f"{', '.join(client.models)}"
         )
 

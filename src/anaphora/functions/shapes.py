@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from anaphora.constraints import MAX_INTEGER
 from anaphora.errors import InvalidArgument
 
 Kind = Literal["string", "integer", "number", "float", "boolean", "array", "object", "json"]
@@ -17,10 +18,10 @@ MAX_LEVELS = 12
 MAX_ENUM_VALUES = 500
 _DDL_TYPES = {
     **dict.fromkeys(("STRING", "VARCHAR", "TEXT"), "string"),
-    **dict.fromkeys(("TINYINT", "SMALLINT", "INT", "INTEGER", "BIGINT", "LONG"), "integer"),
     **dict.fromkeys(("FLOAT", "REAL", "DOUBLE"), "number"),
     **dict.fromkeys(("BOOLEAN", "BOOL"), "boolean"),
 }
+_INTEGER_BITS = {"TINYINT": 8, "SMALLINT": 16, "INT": 32, "INTEGER": 32, "BIGINT": 64, "LONG": 64}
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -241,6 +242,9 @@ class _Ddl:
                 return {"type": "array", "items": items}
             case "STRUCT":
                 return self._struct()
+            case name if name in _INTEGER_BITS:
+                bound = min(2 ** (_INTEGER_BITS[name] - 1) - 1, MAX_INTEGER)
+                return {"type": "integer", "minimum": -bound, "maximum": bound}
             case name if name in _DDL_TYPES:
                 return {"type": _DDL_TYPES[name]}
         raise self._error(
