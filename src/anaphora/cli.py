@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         Console(stderr=True, soft_wrap=True).print(line)
         is_ours = isinstance(error, EngineError | MeasurementError)
         raise SystemExit(1 if is_ours else 2) from None
+    except KeyboardInterrupt:  # while a command was still being loaded
+        raise SystemExit(130) from None
     except OSError as error:  # for example a full disk behind standard output
         Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
         raise SystemExit(1) from None

@@ -90,6 +90,7 @@ Reorder = Annotated[
         "--reorder-columns",
     ),
 ]
+Limit = Annotated[int | None, option("Only the first rows. [dim](all)[/dim]", "Rows", min=1)]
 AnyModel = Annotated[
     bool, option("Answer OpenAI lines whatever model they name.", "Rows", "--any-model")
 ]
@@ -114,6 +115,7 @@ def run(
     temperature: Temperature = None,
     reorder_columns: Reorder = False,
     any_model: AnyModel = False,
+    limit: Limit = None,
     answer_column: Annotated[
         str | None, option("Name of the answers' column. [dim](answer)[/dim]", "Output")
     ] = None,
@@ -164,6 +166,7 @@ def run(
         usage=usage,
         any_model=any_model,
         unordered=unordered,
+        limit=limit,
     )
     signal.signal(signal.SIGTERM, _interrupt)
     batch = Batch(options)
@@ -212,9 +215,7 @@ def plan(
     response_schema: Schema = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
-    limit: Annotated[
-        int | None, option("Look at so many rows only. [dim](all)[/dim]", "Rows", min=1)
-    ] = None,
+    limit: Limit = None,
     model: Model = None,
     url: Url = None,
     api_key: ApiKey = None,
@@ -235,10 +236,11 @@ def plan(
         response_schema=response_schema,
         max_tokens=max_tokens,
         temperature=temperature,
+        limit=limit,
     )
     batch = Batch(options)
     with open_client(model, url, api_key, None, dtype, kv_cache_memory, threads) as client:
-        _Plan(batch, client, limit, is_local=url is None).show()
+        _Plan(batch, client, is_local=url is None).show()
 
 
 def _interrupt(*_: object) -> None:
@@ -261,6 +263,8 @@ class _Show:
         )
         self._started = time.monotonic()
         self._said_at = self._started
+        self._is_resumed = True  # until the input is read
+        self._num_before = 0  # rows of a run that was interrupted
         self._tokens = dict.fromkeys(("prompt", "cached", "completion"), 0)
 
     def __enter__(self) -> _Show:
@@ -276,15 +280,14 @@ class _Show:
         client: Client,
         work: WorkFile,
         identity: dict[str, str],
-        *,
-        limit: int | None = None,
     ) -> None:
         """Reads the input into the work file."""
+        self._is_resumed = False
         task = self._progress.add_task("planning", total=batch.table.num_bytes, more="")
         position = [0]
 
         def entries() -> Iterator[Any]:
-            for count, entry in enumerate(batch.entries(client, position, limit=limit), start=1):
+            for count, entry in enumerate(batch.entries(client, position), start=1):
                 yield entry
                 if count % 256 == 0:
                     self._progress.update(task, completed=position[0], more=f"{count:,} rows")
@@ -298,6 +301,8 @@ class _Show:
         from anaphora.batch.run import work_off
 
         counts = work.counts()
+        if self._is_resumed:
+            self._num_before = counts.num_done
         task = self._progress.add_task(
             "answering", total=counts.num_rows, completed=counts.num_done, more=""
         )
@@ -355,7 +360,10 @@ class _Show:
                 "prompt tokens", f"{tokens['prompt']:,}, {share:.1%} of them from the cache"
             )
             shown.add_row("answer tokens", f"{tokens['completion']:,}")
-        shown.add_row("time", f"{_duration(seconds)}, {counts.num_rows / seconds:,.1f} rows/s")
+        if self._num_before:
+            shown.add_row("of them from before", f"{self._num_before:,}")
+        rate = (counts.num_rows - self._num_before) / seconds
+        shown.add_row("time", f"{_duration(seconds)}, {rate:,.1f} rows/s")
         self._console.print(shown)
         for error, count in work.errors(_SHOWN_ERRORS):
             self._console.print(f"{count:,} × {error}", style="yellow", markup=False)
@@ -370,10 +378,9 @@ class _Show:
 class _Plan:
     """What a run is expected to compute."""
 
-    def __init__(self, batch: Batch, client: Client, limit: int | None, *, is_local: bool) -> None:
+    def __init__(self, batch: Batch, client: Client, *, is_local: bool) -> None:
         self._batch = batch
         self._client = client
-        self._limit = limit
         self._is_local = is_local
         info = client.info
         self._block_size = 16 if info is None else info.block_size
@@ -402,14 +409,18 @@ class _Plan:
         for error, count in errors:
             out.print(f"{count:,} × {error}", style="yellow", markup=False)
         if not self._is_local:
-            out.print("at a URL tokens are estimated from text, and no time is", style="dim")
+            out.print(
+                "At a URL tokens are estimated from text, without what the server's chat template "
+                "adds, and no time is estimated.",
+                style="dim",
+            )
 
     def _fill(self, batch: Batch, path: Path) -> WorkFile:
         from anaphora.batch.work import WorkFile
 
         work = WorkFile(path)
         with _Show() as show:
-            show.planning(batch, self._client, work, {}, limit=self._limit)
+            show.planning(batch, self._client, work, {})
         return work
 
     def _forecast(self, work: WorkFile, *, is_planned: bool) -> Forecast:
@@ -440,7 +451,8 @@ class _Plan:
         if counts.num_unusable:
             notes.append(f"{counts.num_unusable:,} that cannot be used")
         if self._num_blocks is not None:
-            notes.append(f"a cache of {self._num_blocks * self._block_size:,} tokens")
+            whose = "a" if self._is_local else "the server's"
+            notes.append(f"{whose} cache of {self._num_blocks * self._block_size:,} tokens")
         if speed is not None:
             notes.append(
                 f"measured: {speed.prefill:,.0f} tokens/s of prompts, "

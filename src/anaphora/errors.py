@@ -2,6 +2,7 @@
 
 AnaphoraError
 ├── ConfigError            an option or file given by the operator          → exit status 2
+│   └── WorkFileInUse      of a batch that another process runs
 ├── ModelError             a checkpoint that cannot be served as it is      → exit status 2
 │   ├── ModelNotFound      no such alias, file, directory or hub id
 │   ├── LicenceNotAccepted a model whose terms must be accepted before it is fetched
@@ -46,6 +47,10 @@ class AnaphoraError(Exception):
 
 class ConfigError(AnaphoraError):
     """An option, size or file given by the operator cannot be used."""
+
+
+class WorkFileInUse(ConfigError):
+    """Another process runs the same batch."""
 
 
 class ModelError(AnaphoraError):

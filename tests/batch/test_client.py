@@ -161,6 +161,49 @@ def test_a_row_that_kills_the_engine_takes_no_other_with_it() -> None:
     assert replies[7].status == 500
 
 
+def test_the_order_of_a_schemas_properties_is_part_of_a_request() -> None:
+    llm = FakeLLM()
+    schemas = [{"a": {"type": "string"}, "b": {}}, {"b": {}, "a": {"type": "string"}}]
+    with Client(llm) as client:
+        client.complete(
+            [
+                body("x", structured_outputs={"json": {"type": "object", "properties": one}})
+                for one in schemas
+            ]
+        )
+    assert len(llm.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"stream": True}, "stream has no meaning"),
+        ({"temperature": float("nan")}, "cannot be written as JSON"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid JSON"),
+    ],
+)
+def test_a_request_that_cannot_be_sent_fails_alone(more: dict[str, Any], said: str) -> None:
+    with Client(FakeLLM()) as client:
+        good, bad = client.complete([body("x"), body("y", **more)])
+    assert good.error is None
+    assert bad.status == 400
+    assert said in str(bad.error)
+
+
+@pytest.mark.parametrize("key", ["sk-SECRET\r", "sk-S\u00e9CRET", "sk-SE CRET\x00", ""])
+def test_no_error_shows_a_key(key: str) -> None:
+    with _Server([GOOD]) as server:
+        if key.strip() == "sk-SECRET":  # what is around it is cut off
+            Client(server.url, api_key=key).close()
+            return
+        with pytest.raises(ConfigError) as caught:
+            Client(server.url, api_key=key)
+    assert "CRET" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        Client("http://me:PASSW@127.0.0.1:9/v1")
+    assert "PASSW" not in str(caught.value)
+
+
 class _Server:
     """Answers from a list of (status, headers, body); the last one again and again."""
 
@@ -219,7 +262,14 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         ([(503, {}, "{}"), (429, {"retry-after": "0.01"}, "{}"), GOOD], 3, 200, None),
         ([(500, {}, '{"error": {"message": "boom"}}')], 5, 500, "boom"),
         ([(502, {}, "<html>bad gateway"), GOOD], 2, 200, None),
-        ([(200, {}, "<html>hello")], 5, 502, "the answer is no JSON: '<html>hello'"),
+        ([(200, {}, "<html>hello")], 5, 502, "the answer is not OpenAI's: '<html>hello'"),
+        ([(200, {}, '{"error": {"message": "over quota"}}')], 1, 200, "over quota"),
+        ([(200, {}, "{}")], 1, 200, "no choices"),
+        ([(200, {}, '{"choices": [5]}')], 5, 502, "not OpenAI's"),
+        ([(200, {}, '{"choices": [{"finish_reason": 7}]}')], 5, 502, "not OpenAI's"),
+        ([(200, {}, '{"usage": {"prompt_tokens": "x"}}')], 5, 502, "not OpenAI's"),
+        ([(200, {}, "[" * 3000)], 5, 502, "not OpenAI's"),
+        ([(503, {"retry-after": "nan"}, "{}"), GOOD], 2, 200, None),
         ([(404, {}, '{"error": {"message": "no such model"}}')], 1, 404, "no such model"),
     ],
 )

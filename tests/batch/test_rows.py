@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,22 @@ def test_bad_lines_of_json_are_rows_with_an_error(
     assert str(found[1].error).startswith("line 3 is not JSON: ")
     assert found[2].error == "line 4 is no JSON object"
     assert found[5].error == "line 7 has more than 60 bytes"
+
+
+def test_a_quote_that_is_never_closed_is_an_error(tmp_path: Path) -> None:
+    found = list(table(tmp_path / "t.csv", 'a,b\n1,"x\n2,y\n3,z\n').rows())
+    assert [row.error for row in found] == ["lines 2 to 4: no CSV, unexpected end of data"]
+
+
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path: Path) -> None:
+    found = list(table(tmp_path / "t.jsonl", '\ufeff{"a": 1}\n').rows())
+    assert found == [Row({"a": 1})]
+
+
+def test_a_pipe_is_refused_because_it_cannot_be_read_twice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.csv")
+    with pytest.raises(ConfigError, match="no regular file"):
+        Table(tmp_path / "t.csv", is_table=True)
 
 
 def test_parquet_keeps_its_types(tmp_path: Path) -> None:

@@ -161,7 +161,9 @@ def test_a_schema_gives_objects_or_a_reason(run: Run, server: Running, tmp_path:
     assert status == 0, said
     found = sorted(read_jsonl(out), key=lambda row: str(row["error"]))
     assert found[0]["answer"] == {"a": 1}
-    assert found[1]["error"] == "the answer is not JSON: the server does not know response_format"
+    assert found[1]["error"] is not None
+    assert found[1]["error"].endswith("does not know response_format: 'no JSON'…")
+    assert [row["answer"] for row in found[1:]] == [None, None, None]
     assert found[2]["error"] is not None
     assert found[2]["error"].startswith("the answer was cut off after 26 tokens")
     assert (
@@ -184,6 +186,61 @@ def test_rows_can_be_written_as_they_come(run: Run, server: Running, tmp_path: P
     assert [row["text"] for row in found] != texts
     assert sorted(row["text"] for row in found) == sorted(texts)
     assert all(f"Say {row['text']}" in row["answer"] for row in found)
+
+
+def test_files_that_links_lead_to_stay_what_they_are(
+    run: Run, server: Running, tmp_path: Path
+) -> None:
+    source = write_csv(tmp_path / "in.csv", [{"text": "a"}])
+    before = source.read_bytes()
+    (tmp_path / "out.csv.part").symlink_to(source)
+    (tmp_path / "out.csv.work").symlink_to(source)
+    start = ("batch", "run", str(source), "-o", str(tmp_path / "out.csv"), "--url", server.url)
+    status, _, said = run(*start, "--prompt-template", TEMPLATE, "--overwrite")
+    assert status == 0, said
+    assert source.read_bytes() == before
+    assert [row["text"] for row in read_csv(tmp_path / "out.csv")] == ["a"]
+
+
+def test_a_few_rows_for_a_try(run: Run, server: Running, tmp_path: Path) -> None:
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"text": [f"{i}" for i in range(5000)]}), source)
+    out = tmp_path / "out.parquet"
+    start = ("batch", "run", str(source), "-o", str(out), "--url", server.url)
+    status, _, said = run(*start, "--prompt-template", TEMPLATE, "--limit", "3")
+    assert status == 0, said
+    assert pq.read_table(out).column("text").to_pylist() == ["0", "1", "2"]
+    assert len(server.llm.requests) == 3
+
+
+def test_values_come_back_as_they_can_be_read(run: Run, server: Running, tmp_path: Path) -> None:
+    rows = [{"text": "a\rb", "n": "1"}, {"text": 'c "d"', "n": "2"}]
+    source = write_csv(tmp_path / "in.csv", rows)
+    out = tmp_path / "out.csv"
+    status, _, said = run(
+        *("batch", "run", str(source), "-o", str(out), "--prompt-template", TEMPLATE),
+        *("--url", server.url),
+    )
+    assert status == 0, said
+    assert [row["text"] for row in read_csv(out)] == ["a\rb", 'c "d"']
+    odd = tmp_path / "odd.parquet"
+    columns = {
+        "text": ["x"],
+        "nan": [float("nan")],
+        "when": pa.array([0], pa.timestamp("us", "UTC")),
+        "raw": [b"\xff"],
+        "days": pa.array([[1]], pa.list_(pa.date32())),
+    }
+    pq.write_table(pa.table(columns), odd)
+    for suffix in ("jsonl", "csv"):
+        status, _, said = run(
+            *("batch", "run", str(odd), "-o", str(tmp_path / f"odd.{suffix}")),
+            *("--prompt-template", TEMPLATE, "--url", server.url),
+        )
+        assert status == 0, said
+    [found] = read_jsonl(tmp_path / "odd.jsonl")
+    assert (found["nan"], found["when"]) == (None, "1970-01-01T00:00:00+00:00")
+    assert (found["raw"], found["days"]) == ("/w==", ["1970-01-02"])
 
 
 def arguments(source: Path, out: Path, url: str, *more: str) -> list[str]:
@@ -253,10 +310,17 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
         second = subprocess.run(
             command(source, out, server.url), capture_output=True, text=True, check=False
         )
+        anew = subprocess.run(
+            command(source, out, server.url, "--overwrite"),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=20)
     assert second.returncode == 2
     assert "another run is using" in second.stderr
+    assert "another run is using" in anew.stderr
     assert process.returncode == 130
     assert "of 500 rows done; run the same command again to go on" in said
     assert not out.exists()
@@ -286,7 +350,7 @@ def test_a_run_that_is_gone_on_with_must_be_the_same(
     assert [row["text"] for row in read_csv(out)] == ["c"]
     status, _, said = run(*start, "--prompt-template", TEMPLATE)
     assert status == 2
-    assert "exists and is complete; use --overwrite" in said
+    assert "no run of it was interrupted; use --overwrite" in said
 
 
 @pytest.mark.parametrize(
@@ -310,6 +374,24 @@ def test_a_run_that_is_gone_on_with_must_be_the_same(
             ["in.csv", "-o", "o.csv", "--prompt-template", "{{ text }}", "--response-schema", "{"],
             "--response-schema is not JSON",
         ),
+        (
+            [
+                "in.csv",
+                "-o",
+                "o.csv",
+                "--prompt-template",
+                "{{ text }}",
+                "--response-schema",
+                '{"type": "objekt"}',
+            ],
+            "--response-schema cannot be followed",
+        ),
+        (
+            ["in.csv", "-o", "o.csv", "--prompt-template", "{{ text }}", "--temperature", "nan"],
+            "--temperature is nan",
+        ),
+        (["folder.csv", "-o", "o.csv", "--prompt-template", "{{ text }}"], "no regular file"),
+        (["in.csv", "-o", "folder.csv", "--prompt-template", "{{ text }}"], "no regular file"),
         (["gone.csv", "-o", "o.csv", "--prompt-template", "{{ text }}"], "No such file"),
     ],
 )
@@ -318,6 +400,7 @@ def test_a_mistake_is_one_line_and_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_csv(tmp_path / "in.csv", [{"text": "a"}])
+    (tmp_path / "folder.csv").mkdir()
     write_csv(tmp_path / "taken.csv", [{"text": "a", "error": "b"}])
     (tmp_path / "whole.jsonl").write_text(line("a", "b") + "\n", encoding="utf-8")
     status, _, stderr = run("batch", "run", *arguments, "--url", "http://127.0.0.1:9/v1")

@@ -73,6 +73,19 @@ def test_a_row_that_does_not_fit_says_why(source: str, row: dict[str, Any], said
         PromptTemplate(source).messages(row)
 
 
+def test_a_column_of_any_name_can_be_used() -> None:
+    template = PromptTemplate("{{ row['Review Text'] }}\nSelf: {{ row['self'] }}")
+    assert template.columns == {"Review Text", "self"}
+    row = {"Review Text": "good", "self": 1, "row": 2}
+    with pytest.raises(InvalidRequest):  # a column of that name comes first
+        template.messages(row)
+    del row["row"]
+    assert template.messages(row)[0]["content"] == "good\nSelf: 1"
+    assert [list(run) for run in template.column_lines] == [["Review Text", "self"]]
+    with pytest.raises(ConfigError, match="no plain word"):
+        PromptTemplate("{{ Review Text }}")
+
+
 def test_a_template_can_take_what_is_missing_as_empty() -> None:
     template = PromptTemplate("<{{ x or '' }}|{{ y | tojson }}>")
     assert template.messages({"x": None, "y": {"a": [1]}})[0]["content"] == '<|{"a": [1]}>'

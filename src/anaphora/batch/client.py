@@ -21,11 +21,11 @@ import msgspec
 from anaphora.async_llm import AsyncLLM
 from anaphora.batch.plan import text_key, token_key
 from anaphora.config import EngineConfig
-from anaphora.errors import ConfigError, EngineUnavailable, RequestError
+from anaphora.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestError
 from anaphora.fake import FakeLLM
 from anaphora.llm import LLM
 from anaphora.server.app import create_app
-from anaphora.server.internal import Internal, call
+from anaphora.server.internal import Answer, Internal, call
 from anaphora.server.schemas import ChatRequest, CompletionRequest
 from anaphora.server.service import Service
 from anaphora.server.tenants import Caller, Tenants
@@ -42,9 +42,11 @@ _PAGE = 256  # prompts that are looked at together
 _DEFAULT_CONCURRENCY = 64  # at a URL that does not say how many sequences it runs
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _MAX_ATTEMPTS = 5  # of a request on which a server fails
+_SETTLE_SECONDS = 0.05  # before it is known that an engine has ended
 _RETRY_SECONDS = 1.0  # doubled each time
 _MAX_RETRY_SECONDS = 30.0
 _PATIENCE_SECONDS = 120.0  # without any answer of a server
+_JSON = {"content-type": "application/json"}
 _BUSY = (408, 429, 503)  # not the request's fault, however often
 _NOBODY = 0  # the status where there was no answer
 _SHOWN_CHARS = 200
@@ -65,17 +67,24 @@ class Reply:
     @property
     def error(self) -> str | None:
         """What went wrong, None if nothing did."""
-        if self.status == 200:
-            return None
         error = self.body.get("error")
-        found = error.get("message") if isinstance(error, dict) else None
-        return str(found or f"the server answered with status {self.status}")
+        found = error.get("message") if isinstance(error, dict) else error
+        if self.status != 200 or found:
+            return str(found or f"the server answered with status {self.status}")
+        if not self.body.get("choices") and not self.body.get("output"):
+            return "the server's answer holds none: no choices, no output"
+        return None
 
     @property
     def text(self) -> str:
         """Content of the first choice; empty if there is none."""
         choice = (self.body.get("choices") or [{}])[0]
-        return str((choice.get("message") or choice).get("content") or choice.get("text") or "")
+        message = choice.get("message") or {}
+        content = message.get("content") or choice.get("text") or message.get("refusal") or ""
+        if isinstance(content, list):  # of parts, as Databricks has it beside reasoning
+            parts = [part for part in content if isinstance(part, dict)]
+            content = "".join(str(part.get("text", "")) for part in parts)
+        return str(content)
 
     @property
     def finish_reason(self) -> str | None:
@@ -184,7 +193,7 @@ class Client:
         if self._is_closed:
             raise EngineUnavailable("the client was closed; open another")
         done: queue.SimpleQueue[tuple[K, Reply | BaseException]] = queue.SimpleQueue()
-        running: dict[K, asyncio.Task[None]] = {}
+        running: set[asyncio.Task[None]] = set()
         left = iter(requests)
         num_running, is_exhausted = 0, False
 
@@ -195,7 +204,9 @@ class Client:
                 done.put((key, error))
 
         def begin(key: K, path: str, body: dict[str, Any]) -> None:
-            running[key] = self._loop.create_task(answer(key, path, body))
+            task = self._loop.create_task(answer(key, path, body))
+            running.add(task)
+            task.add_done_callback(running.discard)
 
         try:
             while True:
@@ -210,7 +221,6 @@ class Client:
                     return
                 key, reply = done.get()
                 num_running -= 1
-                self._loop.call_soon_threadsafe(running.pop, key)
                 if isinstance(reply, asyncio.CancelledError):
                     raise EngineUnavailable("the client was closed while it worked; open another")
                 if isinstance(reply, BaseException):
@@ -277,11 +287,26 @@ def fingerprint(path: str, body: Mapping[str, Any]) -> bytes | None:
     """Equal for requests whose answers are; None where chance decides."""
     if body.get("temperature") != 0:
         return None
-    return path.encode() + json.dumps(body, sort_keys=True).encode()
+    # Not sorted: the order of a schema's properties is that of the answer's.
+    return path.encode() + json.dumps(body).encode()
 
 
-async def _cancel(tasks: Mapping[Any, asyncio.Task[None]]) -> None:
-    left = list(tasks.values())
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """A body as JSON. Raises ``InvalidRequest`` for what has none."""
+    if body.get("stream"):
+        raise InvalidRequest("stream has no meaning in a batch; leave it out", param="stream")
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from None
+
+
+def _refused(error: RequestError) -> Reply:
+    return Reply(error.status, {"error": {"message": str(error), "param": error.param}})
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    left = list(tasks)
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
@@ -335,19 +360,31 @@ class _Local:
         return self._llm.info
 
     async def post(self, path: str, body: dict[str, Any]) -> Reply:
-        content = msgspec.json.encode(body)
+        try:
+            content = _encoded(body)
+        except InvalidRequest as error:
+            return _refused(error)
         answer = await call(self._app, path, content, self._internal)
         if answer.status >= 500:
-            # One of those that ran may have killed the engine. They are tried again one by one, so
+            answer = await self._again(path, content)
+        if answer.status >= 500:
+            # One of those that ran kills the engine, it seems. They are tried again one by one, so
             # that it takes none of the others with it.
             async with self._retrying:
-                for attempt in range(1, _MAX_ATTEMPTS):
-                    await asyncio.sleep(_RETRY_SECONDS * attempt)  # a fresh engine is on its way
-                    answer = await call(self._app, path, content, self._internal)
+                for _ in range(2, _MAX_ATTEMPTS):
+                    answer = await self._again(path, content)
                     if answer.status < 500:
                         break
         request_id = answer.headers.get("x-request-id", "")
         return Reply(answer.status, msgspec.json.decode(answer.body), request_id)
+
+    async def _again(self, path: str, content: bytes) -> Answer:
+        """The same once more, as soon as there is an engine."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        await asyncio.sleep(_SETTLE_SECONDS)
+        while not self._llm.is_ready and time.monotonic() < end:
+            await asyncio.sleep(_SETTLE_SECONDS)
+        return await call(self._app, path, content, self._internal)
 
     async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int]:
         try:
@@ -391,8 +428,10 @@ class _Remote:
     @classmethod
     async def connect(cls, url: str, api_key: str | None) -> _Remote:
         """Asks what is served there. Raises ``ConfigError``, ``EngineUnavailable``."""
+        if "@" in url:
+            raise ConfigError("the URL holds a user's name or password; give an API key instead")
         base = url.rstrip("/").removesuffix("/v1")
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        headers = {} if api_key is None else {"authorization": f"Bearer {_checked_key(api_key)}"}
         limits = httpx.Limits(max_connections=None)
         http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, limits=limits)
         try:
@@ -452,19 +491,26 @@ class _Remote:
     async def _try(self, path: str, body: dict[str, Any]) -> tuple[Reply, float]:
         """A reply, and the seconds after which the server wants to be asked again."""
         try:
-            answer = await self._http.post(f"{self._base}{path}", json=body)
+            content = _encoded(body)
+        except InvalidRequest as error:
+            return _refused(error), 0.0
+        try:
+            answer = await self._http.post(f"{self._base}{path}", content=content, headers=_JSON)
         except httpx.HTTPError as error:
             return Reply(_NOBODY, {"error": {"message": _why(error)}}), 0.0
         try:
+            if answer.status_code == 200:
+                msgspec.json.decode(answer.content, type=_Shape)
             decoded = msgspec.json.decode(answer.content, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             start = answer.text[:_SHOWN_CHARS]
             status = answer.status_code if answer.status_code >= 400 else 502
-            message = f"status {answer.status_code}, and the answer is no JSON: {start!r}"
+            message = f"status {answer.status_code}, and the answer is not OpenAI's: {start!r}"
             return Reply(status, {"error": {"message": message}}), 0.0
         wait = 0.0
         with contextlib.suppress(ValueError):
-            wait = min(float(answer.headers.get("retry-after", 0)), _MAX_RETRY_SECONDS)
+            asked = float(answer.headers.get("retry-after", 0))
+            wait = min(asked, _MAX_RETRY_SECONDS) if asked > 0 else 0.0  # it may be NaN
         return Reply(answer.status_code, decoded, answer.headers.get("x-request-id", "")), wait
 
     async def key(self, path: str, body: dict[str, Any]) -> tuple[bytes, int]:  # noqa: ARG002
@@ -472,6 +518,47 @@ class _Remote:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _checked_key(key: str) -> str:
+    """Raises ``ConfigError``, which does not show it, for what no header can hold."""
+    if not key.strip() or not key.strip().isascii() or not key.strip().isprintable():
+        raise ConfigError(
+            "the API key is empty or holds characters that no header can; see how it was copied"
+        )
+    return key.strip()
+
+
+class _Message(msgspec.Struct):
+    content: str | list[Any] | None = None
+    refusal: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Shape(msgspec.Struct):
+    """What is read of an answer."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    output: list[Any] | None = None
 
 
 class _Model(msgspec.Struct):

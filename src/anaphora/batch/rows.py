@@ -7,11 +7,14 @@ times the same rows come in the same order, also those that cannot be read.
 from __future__ import annotations
 
 import base64
+import codecs
 import contextlib
 import csv
 import dataclasses
 import json
+import math
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -60,7 +63,10 @@ class Table:
         self.path = path
         self.format = format_of(path, "IN")
         try:
-            self.num_bytes = path.stat().st_size
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path} is no regular file; it has to be read twice")
+            self.num_bytes = status.st_size
             self.columns = self._read_columns()
             if self.format == "jsonl" and not is_table and self._is_openai():
                 self.format = "openai"
@@ -79,8 +85,12 @@ class Table:
 
     def _read_columns(self) -> list[str] | None:
         if self.format == "csv":
-            with _open_csv(self.path) as file:
-                header = next(csv.reader(file), None)
+            csv.field_size_limit(MAX_LINE_BYTES)
+            try:
+                with _open_csv(self.path) as file:
+                    header = next(csv.reader(file, strict=True), None)
+            except csv.Error as error:
+                raise ConfigError(f"{self.path} has no header that is CSV: {error}") from None
             if not header:
                 raise ConfigError(f"{self.path} is empty; its first line must name the columns")
             if len(set(header)) < len(header):
@@ -99,6 +109,7 @@ class Table:
         with self.path.open("rb") as file:
             for number, line in enumerate(_lines(file), start=1):
                 position[0] += len(line)
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield _json_row(line, number)
 
@@ -108,7 +119,7 @@ class Table:
         with _open_csv(self.path) as file:
             # Strict: a quote that is never closed would take all that follows into its field.
             reader = csv.reader(_counted(file, position), strict=True)
-            next(reader)
+            next(reader, None)
             while True:
                 first = reader.line_num + 1
                 try:
@@ -141,10 +152,10 @@ class Table:
         total = max(file.metadata.num_rows, 1)
         num_read = 0
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-            for values in batch.to_pylist():
+            for row in _rows_of(batch, num_read):
                 num_read += 1
                 position[0] = self.num_bytes * num_read // total
-                yield Row(values)
+                yield row
 
 
 class Writer(Protocol):
@@ -165,7 +176,7 @@ class JsonWriter:
 
     def write(self, row: Row, result: Mapping[str, Any]) -> None:
         """Dates become text as ISO 8601 has it, bytes as base64, decimals as they are read."""
-        line = json.dumps({**row.values, **result}, ensure_ascii=False, default=_plain)
+        line = _json({**row.values, **result})
         self._file.write(line.encode(errors="backslashreplace").decode() + "\n")
 
     def flush(self) -> None:
@@ -183,15 +194,17 @@ class CsvWriter:
     def __init__(self, path: Path, columns: Sequence[str], added: Sequence[str]) -> None:
         self._file = path.open("w", encoding="utf-8", newline="", errors="backslashreplace")
         self._writer = csv.writer(self._file, lineterminator="\n")
+        self._quoting_writer = csv.writer(self._file, lineterminator="\n", quoting=csv.QUOTE_ALL)
         self._columns, self._added = columns, added
         self._writer.writerow([*columns, *added])
 
     def write(self, row: Row, result: Mapping[str, Any]) -> None:
         """Objects and lists become JSON."""
         values = [row.values.get(name) for name in self._columns]
-        self._writer.writerow(
-            [_csv_value(value) for value in [*values, *(result[name] for name in self._added)]]
-        )
+        cells = [_csv_value(value) for value in [*values, *(result[n] for n in self._added)]]
+        # The module quotes line feeds, but not the carriage returns that its reader ends rows at.
+        has_return = any("\r" in cell for cell in cells if isinstance(cell, str))
+        (self._quoting_writer if has_return else self._writer).writerow(cells)
 
     def flush(self) -> None:
         """Lets others read what was written so far."""
@@ -239,7 +252,9 @@ class ParquetWriter:
 
     def close(self) -> None:
         """Everything is on the disk afterwards."""
-        assert not self._results
+        if self._results and self._batch is not None:  # of a part of the rows
+            self._batch = self._batch.slice(0, len(self._results))
+            self._write_batch()
         self._writer.close()
         with self._path.open("rb") as file:
             os.fsync(file.fileno())
@@ -247,23 +262,49 @@ class ParquetWriter:
 
 def _text_of(value: Any, field: Any) -> Any:
     is_text = str(field.type) == "string"
-    return json.dumps(value, ensure_ascii=False) if is_text and _is_nested(value) else value
+    return _json(value) if is_text and value is not None and not isinstance(value, str) else value
 
 
 def _csv_value(value: Any) -> Any:
-    if _is_nested(value):
-        return json.dumps(value, ensure_ascii=False)
-    return "" if value is None else value
+    if isinstance(value, dict | list | bool):
+        return _json(value)
+    return "" if value is None else _plain(value) if isinstance(value, bytes) else value
+
+
+def _json(value: Any) -> str:
+    """What JSON has no number for is null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(value), ensure_ascii=False, default=_plain)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rows_of(batch: Any, num_before: int) -> Iterator[Row]:
+    try:
+        return iter([Row(values) for values in batch.to_pylist()])
+    except (ValueError, OverflowError):  # pyarrow's errors among them
+        return (_row_of(batch, index, num_before) for index in range(batch.num_rows))
+
+
+def _row_of(batch: Any, index: int, num_before: int) -> Row:
+    try:
+        return Row(batch.slice(index, 1).to_pylist()[0])
+    except (ValueError, OverflowError) as error:
+        return Row({}, f"row {num_before + index + 1} has a value that cannot be read: {error}")
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return str(value.isoformat() if hasattr(value, "isoformat") else value)
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict | list | bool)
 
 
 def _json_row(line: bytes, number: int) -> Row:

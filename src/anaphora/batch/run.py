@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from anaphora.batch.template import PromptTemplate
 from anaphora.batch.work import Entry, Result, WorkFile, discard
 from anaphora.constraint_check import check_now
 from anaphora.constraints import json_constraint, settled
-from anaphora.errors import ConfigError, InvalidRequest
+from anaphora.errors import ConfigError, InvalidRequest, WorkFileInUse
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_ANSWER_COLUMN = "answer"
@@ -55,6 +56,7 @@ class BatchOptions:
     usage: bool = True
     any_model: bool = False
     unordered: bool = False
+    limit: int | None = None
 
 
 class Batch:
@@ -62,6 +64,8 @@ class Batch:
 
     def __init__(self, options: BatchOptions) -> None:
         self.options = options
+        if options.temperature is not None and not 0 <= options.temperature <= 2:
+            raise ConfigError(f"--temperature is {options.temperature}; it must be from 0 to 2")
         self.table = Table(options.source, is_table=options.template is not None)
         self.answer_column = options.answer_column or DEFAULT_ANSWER_COLUMN
         self._template: PromptTemplate | None = None
@@ -103,7 +107,12 @@ class Batch:
         fields["response_schema"] = self._schema
         named = {f"--{name.replace('_', '-')}": json.dumps(v) for name, v in fields.items()}
         named["--prompt-template"] = named.pop("--template")
-        return {**named, "the input": digest.hexdigest(), "the model": client.model}
+        model = client.model if client.info is None else f"{client.model}, {client.info.dtype}"
+        return {**named, "the input": digest.hexdigest(), "the model": model}
+
+    def rows(self, position: list[int] | None = None) -> Iterator[Row]:
+        """All rows of the input, or the first ones."""
+        return itertools.islice(self.table.rows(position), self.options.limit)
 
     def check_unchanged(self) -> None:
         """Raises ``ConfigError`` if the input is not the file it was."""
@@ -114,13 +123,10 @@ class Batch:
                 "--overwrite"
             )
 
-    def entries(
-        self, client: Client, position: list[int], *, limit: int | None = None
-    ) -> Iterator[Entry]:
-        """All rows as requests with their places in the prefix tree; reads ``limit`` at most."""
-        rows = self.table.rows(position)
+    def entries(self, client: Client, position: list[int]) -> Iterator[Entry]:
+        """The rows as requests with their places in the prefix tree."""
+        rows = self.rows(position)
         while page := list(itertools.islice(rows, _PAGE)):
-            page = page if limit is None else page[:limit]
             entries = [self._entry(row, client) for row in page]
             usable = [entry for entry in entries if entry.body is not None]
             places = client.keys((entry.path, entry.body or {}) for entry in usable)
@@ -128,8 +134,6 @@ class Batch:
             for entry in entries:
                 place, num_tokens = placed.get(id(entry), (b"", 0))
                 yield dataclasses.replace(entry, place=place, num_tokens=num_tokens)
-            if limit is not None and (limit := limit - len(page)) == 0:
-                return
 
     def result_of(self, reply: Reply) -> Result:
         """What is kept of a reply."""
@@ -154,8 +158,8 @@ class Batch:
     def _parse(self, result: Result) -> None:
         """JSON instead of its text."""
         try:
-            result.answer = json.loads(result.answer)
-        except ValueError:
+            result.answer = json.loads(result.answer, parse_float=_finite)
+        except (ValueError, RecursionError):
             start, result.answer = str(result.answer)[:_SHOWN_CHARS], None
             result.error = (
                 f"the answer is not JSON, the server does not know response_format: {start!r}…"
@@ -276,7 +280,7 @@ class Batch:
         """For each run of lines with columns in the template, their best order."""
         if self._template is None:
             return []
-        sample = [row.values for row in itertools.islice(self.table.rows(), SAMPLE_ROWS)]
+        sample = [row.values for row in itertools.islice(self.rows(), SAMPLE_ROWS)]
         return [
             propose(
                 {
@@ -318,13 +322,17 @@ class Output:
             raise ConfigError("--unordered is for files that grow by lines, not Parquet")
         if options.unordered and batch.table.format == "parquet":
             raise ConfigError("--unordered is for input that is text, not Parquet")
+        self.part_path = path.with_name(path.name + ".part")
+        self.is_anew = overwrite
         if path.exists() and os.path.samefile(path, options.source):
             raise ConfigError("--output is the input itself; choose another")
-        if overwrite:
-            discard(self.work_path)
-        elif path.exists() and not self.work_path.exists():
+        for taken in (path, self.work_path, self.part_path):
+            if taken.exists() and not taken.is_file():
+                raise ConfigError(f"{taken} is no regular file; choose another --output")
+        if not overwrite and path.exists() and not self.work_path.exists():
             raise ConfigError(
-                f"{path} exists and is complete; use --overwrite, or another --output"
+                f"{path} exists, and no run of it was interrupted; use --overwrite, or another "
+                "--output"
             )
         if not path.parent.is_dir():
             raise ConfigError(f"--output is in {path.parent}, which is no directory; create it")
@@ -332,21 +340,26 @@ class Output:
     def write(self, work: WorkFile, report: Report) -> None:
         """The whole file, in its place at once."""
         self._batch.check_unchanged()
-        part = self.path.with_name(self.path.name + ".part")
-        writer = self._writer(part)
+        writer = self._writer(self.part_path)
         try:
             if self._format == "openai":
                 for count, (custom_id, result) in enumerate(work.results(), start=1):
                     writer.write(*_openai_line(custom_id, result))
                     report(count)
             else:
-                rows = zip(self._batch.table.rows(), work.results(), strict=True)
+                rows = zip(self._batch.rows(), work.results(), strict=True)
                 for count, (row, (_, result)) in enumerate(rows, start=1):
                     writer.write(row, self._batch.columns_of(result))
                     report(count)
+        except ValueError as error:
+            if "zip()" not in str(error):
+                raise
+            raise ConfigError(
+                f"{work.path} does not hold the rows of the input; begin anew with --overwrite"
+            ) from None
         finally:
             writer.close()
-        part.replace(self.path)
+        self.part_path.replace(self.path)
 
     @contextlib.contextmanager
     def following(self, work: WorkFile) -> Iterator[Callable[[], None]]:
@@ -371,6 +384,7 @@ class Output:
             update()
 
     def _writer(self, path: Path) -> Writer:
+        path.unlink(missing_ok=True)  # it may be a link to somebody else's file
         if self._format == "csv":
             return CsvWriter(path, self._batch.table.columns or [], list(self._batch.added))
         if self._format == "parquet":
@@ -383,7 +397,19 @@ def open_work(output: Output, identity: Mapping[str, str]) -> WorkFile:
 
     Raises ``ConfigError`` if that was another batch.
     """
-    work = WorkFile(output.work_path)
+    if output.is_anew and output.work_path.is_symlink():
+        output.work_path.unlink()
+    try:
+        work = WorkFile(output.work_path)
+    except WorkFileInUse:
+        raise
+    except ConfigError:
+        if not output.is_anew:
+            raise
+        discard(output.work_path)
+        work = WorkFile(output.work_path)
+    if output.is_anew:
+        work.clear()
     if work.is_planned:
         different = [name for name, value in identity.items() if work.get(name) != value]
         if different:
@@ -420,6 +446,13 @@ def _openai_line(custom_id: str | None, result: Result) -> tuple[Row, dict[str, 
     identity = hashlib.blake2b(named, digest_size=16).hexdigest()
     line = {"id": f"batch_req_{identity}", "custom_id": custom_id}
     return Row(line), {"response": response, "error": error}
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number that can be kept")
+    return number
 
 
 def _same(path: str, body: Mapping[str, Any]) -> bytes | None:

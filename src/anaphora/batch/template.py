@@ -42,11 +42,12 @@ class PromptTemplate:
         environment = TemplateEnvironment({})
         environment.undefined = jinja2.StrictUndefined
         environment.finalize = _finalize
+        environment.filters["tojson"] = _tojson
         try:
             tree = environment.parse(source)
             self.columns = meta.find_undeclared_variables(tree)
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(
                 f"--prompt-template cannot be read: {error}; a column whose name is no plain word "
                 "is {{ row['its name'] }}"
@@ -128,7 +129,9 @@ class PromptTemplate:
 
     def _lines(self) -> list[str]:
         """Those of the source, with the marks of blocks alone on theirs."""
-        return _BLOCK_MARK.sub(r"\n\1\n", self.source).splitlines()
+        if re.search(r"\{#|\{%-?\s*raw", self.source):
+            return []  # lines in there are no lines of columns
+        return _BLOCK_MARK.sub(r"\n\1\n", self.source).split("\n")
 
     def _column_of(self, line: str) -> str | None:
         """The column of a line that holds nothing else; None for any other line."""
@@ -188,6 +191,10 @@ def _finalize(context: Context, value: Any) -> Any:  # noqa: ARG001
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return value
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
 
 
 def _is_bad(value: Any) -> bool:

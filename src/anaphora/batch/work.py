@@ -7,6 +7,7 @@ computed again. Nothing grows with the number of rows but this file.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sqlite3
 import time
 import zlib
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from anaphora.batch.plan import HitEstimate, num_shared_blocks
-from anaphora.errors import ConfigError
+from anaphora.errors import ConfigError, WorkFileInUse
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -39,6 +40,7 @@ CREATE TABLE results (
 _VERSION = "1"
 _COMMIT_SECONDS = 0.25
 _PAGE = 256
+_UNKEEPABLE = "the answer holds text that is not Unicode, or is nested too deep to be kept"
 _LEVEL = 1  # of zlib: the dictionary does most of it
 
 
@@ -102,7 +104,8 @@ class Forecast:
 
 
 class WorkFile:
-    """Open for one process at a time. Raises ``ConfigError`` if another one has it."""
+    """Open for one process at a time. Raises ``WorkFileInUse`` if another one has it, and
+    ``ConfigError`` for what is no work file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,7 +123,7 @@ class WorkFile:
             version = self.get("version")
         except sqlite3.DatabaseError as error:
             if "locked" in str(error):
-                raise ConfigError(
+                raise WorkFileInUse(
                     f"another run is using {path}; wait for its end, or choose another output"
                 ) from None
             _raise(error, path)
@@ -146,6 +149,10 @@ class WorkFile:
     def is_planned(self) -> bool:
         """Whether all of the input is in it."""
         return self.get("planned") is not None
+
+    def clear(self) -> None:
+        """Forgets a batch that was begun."""
+        self._db.execute("DELETE FROM meta WHERE name = 'planned'")
 
     def fill(self, entries: Iterable[Entry], identity: Mapping[str, str]) -> None:
         """Takes the rows of the input in, in order, and what identifies this batch."""
@@ -248,10 +255,11 @@ class WorkFile:
             _raise(error, self.path)
 
     def _insert(self, number: int, result: Result) -> None:
-        self._db.execute(
-            "INSERT INTO results (number, result) VALUES (?, ?)",
-            (number, msgspec.json.encode(result).decode()),
-        )
+        try:
+            encoded = msgspec.json.encode(result).decode()
+        except (UnicodeEncodeError, RecursionError):
+            encoded = msgspec.json.encode(Result(error=_UNKEEPABLE)).decode()
+        self._db.execute("INSERT INTO results (number, result) VALUES (?, ?)", (number, encoded))
 
     def commit(self) -> None:
         """What was recorded is safe afterwards."""
@@ -384,9 +392,10 @@ def discard(path: Path) -> None:
 
 
 def _raise(error: sqlite3.Error, path: Path) -> Any:
-    if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
+    if isinstance(error, sqlite3.OperationalError) and re.search("full|I/O", str(error)):
         raise OSError(
-            f"no space is left for {path}; make some, and run the same command again to go on"
+            f"no space is left for {path} ({error}); make some, and run the same command again to "
+            "go on"
         ) from None
     raise ConfigError(
         f"{path} cannot be used ({error}); delete it to begin anew, or choose another output"

@@ -110,7 +110,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         try:
             parts: list[str] = []
             num_chars = 0
-            pieces = template.generate(**variables)
+            pieces = template.generate(dict(variables))
             if block is not None:
                 pieces = template.blocks[block](template.new_context(dict(variables)))
             for part in pieces:
