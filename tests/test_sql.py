@@ -174,6 +174,57 @@ def test_what_differs_from_run_to_run_runs_once(
     assert all(value is None or value.startswith("You said: ") for (value,) in rows)
 
 
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("SELECT coalesce(ai_gen(text), error('none')) FROM reviews WHERE id = 2", "You said: "),
+        ("SELECT coalesce(regexp_extract(ai_gen('a7' || text), '\\d'), 'bad')::INT FROM reviews "
+         "WHERE id = 0", 7),
+        ("SELECT (SELECT id FROM reviews r WHERE coalesce(ai_gen(text), 'You said: ') = "
+         "'You said: ' AND text IS NOT NULL)", 2),
+        ("SELECT ai_gen('again ' || coalesce(ai_gen(text), error('none'))) FROM reviews "
+         "WHERE id = 2", "You said: again You said: "),
+        ("WITH RECURSIVE q(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM q WHERE "
+         "ai_gen(n::VARCHAR) IS DISTINCT FROM 'You said: 5') SELECT count(*) FROM q", 5),
+    ],
+)  # fmt: skip
+def test_nulls_of_the_gathering_pass_do_no_harm(
+    query: str, expected: Any, faked: Registration
+) -> None:
+    assert faked.sql(query).fetchall() == [(expected,)]
+
+
+def test_an_error_of_the_query_is_its_own(faked: Registration) -> None:
+    with pytest.raises(duckdb.ConversionException, match="You said: I love"):
+        faked.sql("SELECT ai_gen(text)::INT FROM reviews WHERE id = 0")
+
+
+def test_in_a_transaction_it_runs_once(faked: Registration, con: duckdb.DuckDBPyConnection) -> None:
+    con.execute("BEGIN")
+    query = "SELECT coalesce(ai_gen(text), error('none')) FROM reviews WHERE id = 2"
+    assert faked.sql(query).fetchall() == [("You said: ",)]
+    con.execute("COMMIT")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "340282366920938463463374607431768211455::UHUGEINT",
+        "'1010'::BIT",
+        "'12:00:00+02'::TIMETZ",
+        "'00000000-0000-0000-0000-000000000001'::UUID",
+        "['1010'::BIT]",
+        "MAP {'a': 1}",
+    ],
+)
+def test_values_keep_their_types(
+    value: str, faked: Registration, con: duckdb.DuckDBPyConnection
+) -> None:
+    ours, theirs = (run(f"SELECT {value} AS v, ai_gen('a')") for run in (faked.sql, con.sql))
+    assert ours.types == theirs.types
+    assert ours.fetchall() == theirs.fetchall()
+
+
 def test_statements_other_than_one_select_run(
     faked: Registration, con: duckdb.DuckDBPyConnection
 ) -> None:
@@ -290,6 +341,9 @@ def test_a_failed_transaction_leaves_the_next_query_as_it_should_be(
         faked.sql("SELECT error('bad luck' || text) FROM reviews")
     con.execute("ROLLBACK")
     assert con.sql("SELECT ai_gen('a')").fetchall() == [("You said: a",)]
+    faked.sql("SELECT 1")
+    settings = "current_setting('python_scan_all_frames'), getvariable('anaphora_run')"
+    assert con.sql(f"SELECT {settings}").fetchall() == [(False, None)]
 
 
 def test_connections_and_threads_do_not_wait_for_each_other(real: Client) -> None:
