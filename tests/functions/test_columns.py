@@ -150,6 +150,29 @@ def test_a_row_that_is_too_long_fails_alone(scripted: Client) -> None:
     assert "4096 tokens" in bad["errorMessage"]
 
 
+@pytest.mark.parametrize("column", [["a"], pa.array(["a"]), pd.Series(["a"]), pl.Series(["a"])])
+@pytest.mark.parametrize("answer", ["9" * 400, "1e999", "NaN"])
+def test_answers_that_no_column_holds_fail_alone(
+    answer: str, column: Any, fake: FakeLLM, scripted: Client
+) -> None:
+    fake.enqueue(f'{{"result": {answer}}}')
+    values = ai_query("fake", column, return_type="DOUBLE", client=scripted, fail_on_error=False)
+    [value] = values.to_pylist() if isinstance(values, pa.Array) else list(values)
+    assert value["result"] is None
+    assert value["errorMessage"]
+
+
+def test_half_a_surrogate_pair_fails_alone(fake: FakeLLM, scripted: Client) -> None:
+    answers = ai_gen(["a", "\ud800"], client=scripted, fail_on_error=False)
+    assert answers[0] == {"result": "You said: a", "errorMessage": None}
+    assert "half a surrogate pair" in answers[1]["errorMessage"]
+    [pair] = ai_similarity(["\ud800"], ["a"], client=scripted, fail_on_error=False)
+    assert "half a surrogate pair" in pair["errorMessage"]
+    fake.enqueue('{"a": "\\ud800"}')
+    found = ai_extract(pa.array(["x"]), ["a"], client=scripted, fail_on_error=False)
+    assert "half a surrogate pair" in found.to_pylist()[0]["errorMessage"]
+
+
 def test_wrong_columns_are_named(scripted: Client) -> None:
     with pytest.raises(InvalidArgument, match="ai_gen, row 1: the value is int"):
         ai_gen(["a", 3], client=scripted)

@@ -137,6 +137,13 @@ def test_similarity_is_of_two_tokens() -> None:
     assert task.known(tasks.pair("a", "b")) is None
     with pytest.raises(RowFailed, match="has no logprobs"):
         task.value("", reply("Yes"))
+    far = [{"token": t, "logprob": p} for t, p in (("Well", 0.0), ("Yes", -2000), ("No", -2000))]
+    first = {**far[1], "top_logprobs": far}
+    assert task.value("", reply("Yes", logprobs={"content": [first]})) == 0.5
+    for wrong in (None, "x", [], -math.inf):
+        first = {"token": "Yes", "logprob": wrong, "top_logprobs": []}
+        with pytest.raises(RowFailed, match="logprob"):
+            task.value("", reply("Yes", logprobs={"content": [first]}))
     with pytest.raises(RowFailed, match="neither Yes nor No"):
         of("Well", {"Well": 0.9, "Yes": 0.1})
 

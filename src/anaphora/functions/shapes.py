@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -61,7 +62,9 @@ class Shape:
         if value is None and (self.is_nullable or self.kind == "json"):
             return None
         if self.kind == "json":
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            if isinstance(value, str):
+                return value
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
         is_of_type = isinstance(value, _PYTHON_TYPES[self.kind])
         if not is_of_type or isinstance(value, bool) != (self.kind == "boolean"):
             raise ValueError(f"{where} is {_describe(value)}; {self.kind} was asked for")
@@ -73,7 +76,7 @@ class Shape:
             return [self.items.fit(item, f"{where}[{i}]") for i, item in enumerate(value)]
         if self.kind == "object":
             return dict(self._fit_fields(value, where))
-        return float(value) if self.kind in ("number", "float") else value
+        return _finite(value, where) if self.kind in ("number", "float") else value
 
     def _fit_fields(self, value: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
         for name, shape in self.fields.items():
@@ -291,6 +294,16 @@ class _Ddl:
 
     def _error(self, message: str) -> InvalidArgument:
         return InvalidArgument(f"{self._argument} is {self._text!r:.80}, which {message}")
+
+
+def _finite(value: float, where: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{where} is a number that a DOUBLE cannot hold")
+    return number
 
 
 def _describe(value: Any) -> str:
