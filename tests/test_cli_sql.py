@@ -78,6 +78,7 @@ def test_files(suffix: str, run: Run, reviews: Path, server: Running, tmp_path: 
     ("words", "message"),
     [
         (["SELEC 1"], 'Parser Error: syntax error at or near "SELEC"'),
+        (["SELECT '\udcff'"], "the query is not valid UTF-8; write it in that encoding"),
         (["SELECT nosuch(1)"], "Catalog Error: Scalar Function with name nosuch does not exist!"),
         (["FROM 'nofile.csv'"], 'IO Error: No files found that match the pattern "nofile.csv"'),
         (["SELECT ai_translate('a', 'xx')"], "ai_translate's to_lang is 'xx'; it must be one of"),

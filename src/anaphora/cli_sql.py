@@ -85,8 +85,7 @@ def sql(
     functions.check_extra()
     import duckdb
 
-    if query == "-":
-        query = sys.stdin.read()
+    query = _read_query(query)
     if output is not None and output.suffix not in _SUFFIXES:
         raise ConfigError(f"--output is {str(output)!r}; its name must end in {_listed()}")
     try:
@@ -107,6 +106,15 @@ def sql(
     except KeyboardInterrupt:
         console(stderr=True).print("interrupted", style="yellow")
         raise typer.Exit(_INTERRUPTED) from None
+
+
+def _read_query(query: str) -> str:
+    try:
+        query = sys.stdin.read() if query == "-" else query
+        query.encode()
+    except UnicodeError:
+        raise ConfigError("the query is not valid UTF-8; write it in that encoding") from None
+    return query
 
 
 class _Progress:
