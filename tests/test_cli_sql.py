@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import signal
 import subprocess
 import sys
@@ -72,6 +74,42 @@ def test_files(suffix: str, run: Run, reviews: Path, server: Running, tmp_path: 
         (2, None),
         (3, "You said: It broke."),
     ]
+
+
+NESTED = (
+    "SELECT {'a': 'x\\\"NaN', 'n': 'nan'::DOUBLE} AS s, ['b', NULL] AS l, MAP {'k': 1} AS m, "
+    "'-inf'::FLOAT AS f, 'NaN, [NaN]' AS t, NULL::INT[] AS e"
+)
+
+
+def test_nested_values_are_json(run: Run, server: Running, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    assert ask(run, server, NESTED, "-o", str(path))[0] == 0
+    for text in (path.read_text(), ask(run, server, NESTED, "--format", "csv")[1]):
+        [row] = csv.DictReader(text.splitlines())
+        assert json.loads(row["s"]) == {"a": 'x\\"NaN', "n": None}
+        assert json.loads(row["l"]) == ["b", None]
+        assert json.loads(row["m"]) == {"k": 1}
+        assert (row["f"], row["t"], row["e"]) == ("-inf", "NaN, [NaN]", "")
+    _, out, _ = ask(run, server, NESTED, "--format", "jsonl")
+    assert json.loads(out, parse_constant=pytest.fail) == {
+        "s": {"a": 'x\\"NaN', "n": None},
+        "l": ["b", None],
+        "m": {"k": 1},
+        "f": None,
+        "t": "NaN, [NaN]",
+        "e": None,
+    }
+
+
+def test_a_file_is_replaced_only_if_it_may_be(run: Run, server: Running, reviews: Path) -> None:
+    query = f"SELECT id FROM '{reviews}' WHERE id > 2"
+    status, out, err = ask(run, server, query, "-o", str(reviews))
+    assert (status, out) == (2, "")
+    assert f"error: {reviews} exists; use --overwrite, or another --output" in err
+    assert reviews.read_text() == REVIEWS
+    assert ask(run, server, query, "-o", str(reviews), "--overwrite")[0] == 0
+    assert reviews.read_text() == "id\n3\n"
 
 
 @pytest.mark.parametrize(
