@@ -314,8 +314,41 @@ def test_mistakes_in_sql_are_duckdbs_own_words(faked: Registration) -> None:
     assert "EXPLAIN" not in str(caught.value)
     with pytest.raises(duckdb.BinderException, match=r"ai_query\(\) does not support"):
         faked.sql("SELECT ai_query('fake', text, files => text) FROM reviews")
-    with pytest.raises(duckdb.BinderException, match="constant"):
-        faked.sql("SELECT ai_extract(text, [text]) FROM reviews")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ai_extract(text, [text])",
+        "ai_gen(text, failOnError => id = 1)",
+        "ai_gen(text, failOnError => (SELECT true))",
+        "ai_gen(text, modelParameters => {'max_tokens': id})",
+        "ai_summarize(text, id)",
+        "ai_query(text, 'fake')",
+    ],
+)
+def test_what_decides_the_type_has_to_be_a_constant(call: str, faked: Registration) -> None:
+    with pytest.raises(InvalidArgument, match="column or a subquery where a constant has to be"):
+        faked.sql(f"SELECT {call} FROM reviews")
+
+
+def test_labels_of_a_row_are_its_own_error(
+    faked: Registration, fake: FakeLLM, con: duckdb.DuckDBPyConnection
+) -> None:
+    labels = "FROM (VALUES (['x', 'y']), (['x', NULL]), (NULL)) v(labels)"
+    fake.enqueue("x")
+    for run in (faked.sql, con.sql):
+        rows = run(f"SELECT ai_classify('a', labels, failOnError => false) {labels}").fetchall()
+        assert rows[0] == ({"result": "x", "errorMessage": None},)
+        assert "labels have None" in rows[1][0]["errorMessage"]
+        assert "labels are None" in rows[2][0]["errorMessage"]
+    with pytest.raises(InvalidArgument, match="labels have None"):
+        faked.sql(f"SELECT ai_classify('a', labels) {labels}")
+    with pytest.raises(InvalidArgument, match="modelParameters have 'max'"):
+        faked.sql(
+            "SELECT ai_classify('a', labels, failOnError => false, modelParameters => {'max': 1}) "
+            + labels
+        )
 
 
 def test_a_closed_registration_says_so(con: duckdb.DuckDBPyConnection, fake: FakeLLM) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from anaphora.batch.client import Client, Reply, Target
 from anaphora.errors import AnaphoraError, InvalidArgument, MissingExtra
-from anaphora.functions.macros import MACROS, read_spec, structure
+from anaphora.functions.macros import MACROS, read_spec, row_fault, structure
 from anaphora.functions.run import Outcome, answer, check_endpoint, shorten
 from anaphora.functions.usage import Usage
 
@@ -36,6 +36,11 @@ _VARIABLE = "anaphora_run"  # of a connection: which run its query belongs to
 _MEMO_ROWS = 2**16
 _MAX_PASSES = 64
 _MAX_CALLS = 8  # of one function in a query; if there are more, their arguments are a column's
+_NO_CONSTANT = 'The "structure" argument in function "from_json" must be a constant'
+_CONSTANTS = (
+    "an AI function has a column or a subquery where a constant has to be: all arguments decide "
+    "the type but its texts, to_lang, and the labels of ai_classify and ai_mask; write the value"
+)
 _FIX = "failOnError => false keeps the other rows"
 # Which rows are looked at is then known only while the query runs, or differs from run to run.
 _ONCE = re.compile(r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE|REC\w*CTE\w*)"')
@@ -264,6 +269,8 @@ class Registration:
             if relation is not None:
                 return relation.materialize()
         except Exception as error:
+            if _NO_CONSTANT in str(error) and "from_json" not in query:
+                raise InvalidArgument(_CONSTANTS) from None
             raise run.error or error from None
         raise InvalidArgument("the query is empty; give a statement")
 
@@ -331,6 +338,9 @@ class Registration:
         for index, key in enumerate(keys):
             if key is None:
                 continue
+            if (fault := row_fault(key[0])) is not None:
+                found[index] = Outcome(error=fault)
+                continue
             task, _ = read_spec(key[0])
             check_endpoint(task, self.client)
             known = run.outcomes.get(key)
@@ -351,8 +361,8 @@ class Registration:
     def _write(self, key: Key | None, outcome: Outcome | None) -> str | None:
         if key is None or outcome is None:
             return None
-        task, is_strict = read_spec(key[0])
-        if is_strict:
+        if row_fault(key[0]) is None and read_spec(key[0])[1]:
+            task, _ = read_spec(key[0])
             value = outcome.unwrap(f"{task.function}, row {shorten(key[1])}", _FIX)
         else:
             value = outcome.as_struct()
