@@ -45,7 +45,7 @@ def test_a_table_and_what_it_cost(run: Run, reviews: Path, smollm2_path: Path) -
     labels = [row[1].strip() for row in rows]
     assert labels[1] == "NULL"
     assert {labels[0], labels[2]} <= {"good", "bad"}
-    assert "2 rows, 2 requests, " in err
+    assert "2 different rows, 2 requests, " in err
     assert "rows/s" in err
 
 

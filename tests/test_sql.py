@@ -134,6 +134,17 @@ def test_a_column_is_one_batch(
     assert faked.usage.num_rows == faked.num_rows_asked == 5000
 
 
+def test_usage_counts_different_rows(faked: Registration, con: duckdb.DuckDBPyConnection) -> None:
+    faked.sql("SELECT ai_gen('a' || i // 2) FROM range(4) t(i)")
+    assert faked.usage.num_rows == 2
+    con.sql("SELECT ai_gen('b' || i // 2) FROM range(4) t(i)").fetchall()
+    assert faked.usage.num_rows == faked.usage.num_requests == 4
+    assert str(faked.usage).startswith("4 different rows, 4 requests, ")
+    chance = "modelParameters => {'temperature': 1}"
+    con.sql(f"SELECT ai_gen('c' || i // 2, {chance}) FROM range(4) t(i)").fetchall()
+    assert faked.usage.num_requests == 8
+
+
 def test_functions_stand_on_each_other(faked: Registration, fake: FakeLLM) -> None:
     rows = faked.sql(
         "SELECT id, ai_gen('again: ' || ai_gen(text)) FROM reviews WHERE text <> '' ORDER BY id"

@@ -97,7 +97,7 @@ class Registration:
         on_done: Callable[[Reply], None] | None,
     ) -> None:
         self.client = client
-        self.usage = Usage()
+        self.usage = Usage("different row")
         self.num_rows_asked = 0  # those of usage, and those that are being computed
         self._con = con
         self._is_ours = is_ours
@@ -355,7 +355,14 @@ class Registration:
         if run.is_gathering:
             run.wanted.update(dict.fromkeys(missing.values()))
         elif missing:
-            found.update(zip(missing, self._ask(list(missing.values())), strict=True))
+            # Where chance decides each row is asked, else each different one.
+            places = {
+                index: key if read_spec(key[0])[0].is_repeatable else index
+                for index, key in missing.items()
+            }
+            wanted = {places[index]: key for index, key in missing.items()}
+            outcomes = dict(zip(wanted, self._ask(list(wanted.values())), strict=True))
+            found.update((index, outcomes[place]) for index, place in places.items())
         return [self._write(key, found.get(index)) for index, key in enumerate(keys)]
 
     def _write(self, key: Key | None, outcome: Outcome | None) -> str | None:

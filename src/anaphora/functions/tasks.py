@@ -103,7 +103,10 @@ def ai_query(
 ) -> Task:
     """The row is the prompt. ``endpoint`` is the name of a model or an adapter."""
     if not isinstance(endpoint, str) or not endpoint:
-        raise InvalidArgument(f"ai_query's endpoint is {endpoint!r:.60}; give a model's name")
+        shown = repr(endpoint) if isinstance(endpoint, str) else type(endpoint).__name__
+        raise InvalidArgument(
+            f"ai_query's endpoint is {shown}; give a model's name, and the prompts after it"
+        )
     parameters = arguments.read_model_parameters(model_parameters, "ai_query")
     kind, schema, field = arguments.read_response_format(response_format)
     if return_type is not None and kind != "text":
