@@ -244,6 +244,25 @@ def test_statements_other_than_one_select_run(
     assert faked.sql("SELECT 1; SELECT ai_gen('b')").fetchall() == [("You said: b",)]
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        "INSERT INTO log VALUES (7) RETURNING n",
+        "UPDATE log SET n = n + 1 RETURNING n",
+        "DELETE FROM log RETURNING n",
+    ],
+)
+def test_a_query_that_writes_does_so_once(
+    write: str, faked: Registration, con: duckdb.DuckDBPyConnection
+) -> None:
+    con.execute("CREATE TABLE log AS SELECT 6 AS n")
+    [(answer,)] = faked.sql(f"WITH x AS ({write}) SELECT ai_gen(n::VARCHAR) FROM x").fetchall()
+    verb = write.split()[0]
+    assert answer == ("You said: 6" if verb == "DELETE" else "You said: 7")
+    left = {"INSERT": [(6,), (7,)], "UPDATE": [(7,)], "DELETE": []}[verb]
+    assert con.sql("FROM log ORDER BY n").fetchall() == left
+
+
 def test_labels_of_each_rows_own_are_one_batch_too(faked: Registration, fake: FakeLLM) -> None:
     for _ in range(20):
         fake.enqueue("x")

@@ -43,7 +43,10 @@ _CONSTANTS = (
 )
 _FIX = "failOnError => false keeps the other rows"
 # Which rows are looked at is then known only while the query runs, or differs from run to run.
-_ONCE = re.compile(r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE|REC\w*CTE\w*)"')
+_ONCE = re.compile(
+    r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE|REC\w*CTE\w*'
+    r'|\w*(?:INSERT|UPDATE|DELETE|MERGE_INTO|COPY)\w*)"'
+)
 _ONCE_IN_TEXT = re.compile(r"\b(?:table)?sample\b|/dev/(?:stdin|fd)", re.IGNORECASE)
 _numbers = itertools.count(1)
 
@@ -143,11 +146,12 @@ class Registration:
         """The query's result, all of it, with each column as one planned batch.
 
         The query runs first to see which rows the functions are asked for, and again with their
-        values, as often as functions stand on others'. One that holds LIMIT, a sample or a
-        recursive CTE, reads standard input, calls ``random()`` and the like, asks at a temperature
-        above 0, is in a transaction (which an error would end) or is no single SELECT, runs once,
-        with a batch for each vector of rows. The rows are held by DuckDB, so that each column
-        keeps its type. Raises DuckDB's errors, ``RowFailed`` and ``InvalidArgument``.
+        values, as often as functions stand on others'. One that holds LIMIT, a sample, a
+        recursive CTE or one that writes, reads standard input, calls ``random()`` and the like,
+        asks at a temperature above 0, is in a transaction (which an error would end) or is no
+        single SELECT, runs once, with a batch for each vector of rows. The rows are held by DuckDB,
+        so that each column keeps its type. Raises DuckDB's errors, ``RowFailed`` and
+        ``InvalidArgument``.
         """
         with self._lock, self._interruptible(), self._running() as run:
             run.is_gathering = self._is_repeatable(query, params, run)
