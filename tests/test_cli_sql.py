@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import signal
 import subprocess
 import sys
@@ -43,7 +45,7 @@ def test_a_table_and_what_it_cost(run: Run, reviews: Path, smollm2_path: Path) -
     labels = [row[1].strip() for row in rows]
     assert labels[1] == "NULL"
     assert {labels[0], labels[2]} <= {"good", "bad"}
-    assert "2 rows, 2 requests, " in err
+    assert "2 different rows, 2 requests, " in err
     assert "rows/s" in err
 
 
@@ -74,10 +76,47 @@ def test_files(suffix: str, run: Run, reviews: Path, server: Running, tmp_path: 
     ]
 
 
+NESTED = (
+    "SELECT {'a': 'x\\\"NaN', 'n': 'nan'::DOUBLE} AS s, ['b', NULL] AS l, MAP {'k': 1} AS m, "
+    "'-inf'::FLOAT AS f, 'NaN, [NaN]' AS t, NULL::INT[] AS e"
+)
+
+
+def test_nested_values_are_json(run: Run, server: Running, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    assert ask(run, server, NESTED, "-o", str(path))[0] == 0
+    for text in (path.read_text(), ask(run, server, NESTED, "--format", "csv")[1]):
+        [row] = csv.DictReader(text.splitlines())
+        assert json.loads(row["s"]) == {"a": 'x\\"NaN', "n": None}
+        assert json.loads(row["l"]) == ["b", None]
+        assert json.loads(row["m"]) == {"k": 1}
+        assert (row["f"], row["t"], row["e"]) == ("-inf", "NaN, [NaN]", "")
+    _, out, _ = ask(run, server, NESTED, "--format", "jsonl")
+    assert json.loads(out, parse_constant=pytest.fail) == {
+        "s": {"a": 'x\\"NaN', "n": None},
+        "l": ["b", None],
+        "m": {"k": 1},
+        "f": None,
+        "t": "NaN, [NaN]",
+        "e": None,
+    }
+
+
+def test_a_file_is_replaced_only_if_it_may_be(run: Run, server: Running, reviews: Path) -> None:
+    query = f"SELECT id FROM '{reviews}' WHERE id > 2"
+    status, out, err = ask(run, server, query, "-o", str(reviews))
+    assert (status, out) == (2, "")
+    assert f"error: {reviews} exists; use --overwrite, or another --output" in err
+    assert reviews.read_text() == REVIEWS
+    assert ask(run, server, query, "-o", str(reviews), "--overwrite")[0] == 0
+    assert reviews.read_text() == "id\n3\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["SELEC 1"], 'Parser Error: syntax error at or near "SELEC"'),
+        (["SELECT '\udcff'"], "the query is not valid UTF-8; write it in that encoding"),
         (["SELECT nosuch(1)"], "Catalog Error: Scalar Function with name nosuch does not exist!"),
         (["FROM 'nofile.csv'"], 'IO Error: No files found that match the pattern "nofile.csv"'),
         (["SELECT ai_translate('a', 'xx')"], "ai_translate's to_lang is 'xx'; it must be one of"),

@@ -52,7 +52,7 @@ def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(blocks) == 2
     for block in blocks:
         exec(block, {})
-    assert capsys.readouterr().out.count("1 requests") == 2
+    assert capsys.readouterr().out.count("1 request, ") == 2
 
 
 def test_the_reviews_are_read() -> None:

@@ -134,6 +134,17 @@ def test_a_column_is_one_batch(
     assert faked.usage.num_rows == faked.num_rows_asked == 5000
 
 
+def test_usage_counts_different_rows(faked: Registration, con: duckdb.DuckDBPyConnection) -> None:
+    faked.sql("SELECT ai_gen('a' || i // 2) FROM range(4) t(i)")
+    assert faked.usage.num_rows == 2
+    con.sql("SELECT ai_gen('b' || i // 2) FROM range(4) t(i)").fetchall()
+    assert faked.usage.num_rows == faked.usage.num_requests == 4
+    assert str(faked.usage).startswith("4 different rows, 4 requests, ")
+    chance = "modelParameters => {'temperature': 1}"
+    con.sql(f"SELECT ai_gen('c' || i // 2, {chance}) FROM range(4) t(i)").fetchall()
+    assert faked.usage.num_requests == 8
+
+
 def test_functions_stand_on_each_other(faked: Registration, fake: FakeLLM) -> None:
     rows = faked.sql(
         "SELECT id, ai_gen('again: ' || ai_gen(text)) FROM reviews WHERE text <> '' ORDER BY id"
@@ -174,12 +185,82 @@ def test_what_differs_from_run_to_run_runs_once(
     assert all(value is None or value.startswith("You said: ") for (value,) in rows)
 
 
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("SELECT coalesce(ai_gen(text), error('none')) FROM reviews WHERE id = 2", "You said: "),
+        ("SELECT coalesce(regexp_extract(ai_gen('a7' || text), '\\d'), 'bad')::INT FROM reviews "
+         "WHERE id = 0", 7),
+        ("SELECT (SELECT id FROM reviews r WHERE coalesce(ai_gen(text), 'You said: ') = "
+         "'You said: ' AND text IS NOT NULL)", 2),
+        ("SELECT ai_gen('again ' || coalesce(ai_gen(text), error('none'))) FROM reviews "
+         "WHERE id = 2", "You said: again You said: "),
+        ("WITH RECURSIVE q(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM q WHERE "
+         "ai_gen(n::VARCHAR) IS DISTINCT FROM 'You said: 5') SELECT count(*) FROM q", 5),
+    ],
+)  # fmt: skip
+def test_nulls_of_the_gathering_pass_do_no_harm(
+    query: str, expected: Any, faked: Registration
+) -> None:
+    assert faked.sql(query).fetchall() == [(expected,)]
+
+
+def test_an_error_of_the_query_is_its_own(faked: Registration) -> None:
+    with pytest.raises(duckdb.ConversionException, match="You said: I love"):
+        faked.sql("SELECT ai_gen(text)::INT FROM reviews WHERE id = 0")
+
+
+def test_in_a_transaction_it_runs_once(faked: Registration, con: duckdb.DuckDBPyConnection) -> None:
+    con.execute("BEGIN")
+    query = "SELECT coalesce(ai_gen(text), error('none')) FROM reviews WHERE id = 2"
+    assert faked.sql(query).fetchall() == [("You said: ",)]
+    con.execute("COMMIT")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "340282366920938463463374607431768211455::UHUGEINT",
+        "'1010'::BIT",
+        "'12:00:00+02'::TIMETZ",
+        "'00000000-0000-0000-0000-000000000001'::UUID",
+        "['1010'::BIT]",
+        "MAP {'a': 1}",
+    ],
+)
+def test_values_keep_their_types(
+    value: str, faked: Registration, con: duckdb.DuckDBPyConnection
+) -> None:
+    ours, theirs = (run(f"SELECT {value} AS v, ai_gen('a')") for run in (faked.sql, con.sql))
+    assert ours.types == theirs.types
+    assert ours.fetchall() == theirs.fetchall()
+
+
 def test_statements_other_than_one_select_run(
     faked: Registration, con: duckdb.DuckDBPyConnection
 ) -> None:
     faked.sql("CREATE TABLE answers AS SELECT ai_gen(text) AS answer FROM reviews WHERE id = 0")
     assert con.sql("FROM answers").fetchall() == [("You said: I love this toaster.",)]
     assert faked.sql("SELECT 1; SELECT ai_gen('b')").fetchall() == [("You said: b",)]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "INSERT INTO log VALUES (7) RETURNING n",
+        "UPDATE log SET n = n + 1 RETURNING n",
+        "DELETE FROM log RETURNING n",
+    ],
+)
+def test_a_query_that_writes_does_so_once(
+    write: str, faked: Registration, con: duckdb.DuckDBPyConnection
+) -> None:
+    con.execute("CREATE TABLE log AS SELECT 6 AS n")
+    [(answer,)] = faked.sql(f"WITH x AS ({write}) SELECT ai_gen(n::VARCHAR) FROM x").fetchall()
+    verb = write.split()[0]
+    assert answer == ("You said: 6" if verb == "DELETE" else "You said: 7")
+    left = {"INSERT": [(6,), (7,)], "UPDATE": [(7,)], "DELETE": []}[verb]
+    assert con.sql("FROM log ORDER BY n").fetchall() == left
 
 
 def test_labels_of_each_rows_own_are_one_batch_too(faked: Registration, fake: FakeLLM) -> None:
@@ -263,8 +344,41 @@ def test_mistakes_in_sql_are_duckdbs_own_words(faked: Registration) -> None:
     assert "EXPLAIN" not in str(caught.value)
     with pytest.raises(duckdb.BinderException, match=r"ai_query\(\) does not support"):
         faked.sql("SELECT ai_query('fake', text, files => text) FROM reviews")
-    with pytest.raises(duckdb.BinderException, match="constant"):
-        faked.sql("SELECT ai_extract(text, [text]) FROM reviews")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ai_extract(text, [text])",
+        "ai_gen(text, failOnError => id = 1)",
+        "ai_gen(text, failOnError => (SELECT true))",
+        "ai_gen(text, modelParameters => {'max_tokens': id})",
+        "ai_summarize(text, id)",
+        "ai_query(text, 'fake')",
+    ],
+)
+def test_what_decides_the_type_has_to_be_a_constant(call: str, faked: Registration) -> None:
+    with pytest.raises(InvalidArgument, match="column or a subquery where a constant has to be"):
+        faked.sql(f"SELECT {call} FROM reviews")
+
+
+def test_labels_of_a_row_are_its_own_error(
+    faked: Registration, fake: FakeLLM, con: duckdb.DuckDBPyConnection
+) -> None:
+    labels = "FROM (VALUES (['x', 'y']), (['x', NULL]), (NULL)) v(labels)"
+    fake.enqueue("x")
+    for run in (faked.sql, con.sql):
+        rows = run(f"SELECT ai_classify('a', labels, failOnError => false) {labels}").fetchall()
+        assert rows[0] == ({"result": "x", "errorMessage": None},)
+        assert "labels have None" in rows[1][0]["errorMessage"]
+        assert "labels are None" in rows[2][0]["errorMessage"]
+    with pytest.raises(InvalidArgument, match="labels have None"):
+        faked.sql(f"SELECT ai_classify('a', labels) {labels}")
+    with pytest.raises(InvalidArgument, match="modelParameters have 'max'"):
+        faked.sql(
+            "SELECT ai_classify('a', labels, failOnError => false, modelParameters => {'max': 1}) "
+            + labels
+        )
 
 
 def test_a_closed_registration_says_so(con: duckdb.DuckDBPyConnection, fake: FakeLLM) -> None:
@@ -290,6 +404,9 @@ def test_a_failed_transaction_leaves_the_next_query_as_it_should_be(
         faked.sql("SELECT error('bad luck' || text) FROM reviews")
     con.execute("ROLLBACK")
     assert con.sql("SELECT ai_gen('a')").fetchall() == [("You said: a",)]
+    faked.sql("SELECT 1")
+    settings = "current_setting('python_scan_all_frames'), getvariable('anaphora_run')"
+    assert con.sql(f"SELECT {settings}").fetchall() == [(False, None)]
 
 
 def test_connections_and_threads_do_not_wait_for_each_other(real: Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _DEFAULTS = EngineConfig()
 _INTERRUPTED = 130
 _REFRESH_SECONDS = 0.2
+_NESTED = ("struct", "list", "array", "map")  # DuckDB's types
+_STRING_OR_NO_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b')
 _SUFFIXES = (".csv", ".parquet", ".jsonl")
 
 
@@ -63,6 +66,9 @@ def sql(
             "-o",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, option("Replace the file if it is there.", "Output", "--overwrite")
+    ] = False,
     format_: Annotated[Format, option("How it is printed.", "Output", "--format")] = Format.TABLE,
     model: Model = None,
     url: Url = None,
@@ -85,10 +91,11 @@ def sql(
     functions.check_extra()
     import duckdb
 
-    if query == "-":
-        query = sys.stdin.read()
+    query = _read_query(query)
     if output is not None and output.suffix not in _SUFFIXES:
         raise ConfigError(f"--output is {str(output)!r}; its name must end in {_listed()}")
+    if output is not None and output.exists() and not overwrite:
+        raise ConfigError(f"{output} exists; use --overwrite, or another --output")
     try:
         with duckdb.connect() as con:
             con.extract_statements(query)  # a slip of the pen needs no model
@@ -107,6 +114,15 @@ def sql(
     except KeyboardInterrupt:
         console(stderr=True).print("interrupted", style="yellow")
         raise typer.Exit(_INTERRUPTED) from None
+
+
+def _read_query(query: str) -> str:
+    try:
+        query = sys.stdin.read() if query == "-" else query
+        query.encode()
+    except UnicodeError:
+        raise ConfigError("the query is not valid UTF-8; write it in that encoding") from None
+    return query
 
 
 class _Progress:
@@ -162,16 +178,15 @@ def _print(result: duckdb.DuckDBPyRelation, format_: Format) -> None:
         for line in _json_lines(result):
             typer.echo(line)
         return
-    rows = result.project("CAST(COLUMNS(*) AS VARCHAR)").fetchall()
     if format_ is Format.CSV:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(result.columns)
-        writer.writerows(rows)
+        writer.writerows(zip(*_csv_columns(result), strict=True))
         return
     shown = Table()
     for name in result.columns:
         shown.add_column(Text(name), overflow="fold")
-    for row in rows:
+    for row in result.project("CAST(COLUMNS(*) AS VARCHAR)").fetchall():
         shown.add_row(*(Text("NULL", "dim") if cell is None else Text(cell) for cell in row))
     console().print(shown)
 
@@ -179,13 +194,38 @@ def _print(result: duckdb.DuckDBPyRelation, format_: Format) -> None:
 def _json_lines(result: duckdb.DuckDBPyRelation) -> Iterator[str]:
     for row in result.project("to_json(COLUMNS(*))").fetchall():
         cells = zip(result.columns, row, strict=True)
-        fields = (f"{json.dumps(name)}: {cell or 'null'}" for name, cell in cells)
+        fields = (f"{json.dumps(name)}: {_json_text(cell) or 'null'}" for name, cell in cells)
         yield f"{{{', '.join(fields)}}}"
+
+
+def _csv_columns(result: duckdb.DuckDBPyRelation) -> list[list[str | None]]:
+    """All columns as text, nested values as JSON."""
+    texts = result.project("CAST(COLUMNS(*) AS VARCHAR)").to_arrow_table()
+    columns: list[list[str | None]] = [column.to_pylist() for column in texts.columns]
+    nested = [i for i, kind in enumerate(result.types) if kind.id in _NESTED]
+    if nested:
+        jsons = result.project("CAST(to_json(COLUMNS(*)) AS VARCHAR)").to_arrow_table()
+        for index in nested:
+            columns[index] = [_json_text(cell) for cell in jsons.column(index).to_pylist()]
+    return columns
+
+
+def _json_text(cell: str | None) -> str | None:
+    """DuckDB writes NaN and Infinity, which JSON does not have: null in their place."""
+    if cell is None:
+        return None
+    return _STRING_OR_NO_NUMBER.sub(lambda m: m[0] if m[0][0] == '"' else "null", cell)
 
 
 def _write(result: duckdb.DuckDBPyRelation, path: Path) -> None:
     if path.suffix == ".csv":
-        result.write_csv(str(path), header=True)
+        import duckdb
+        import pyarrow as pa
+
+        columns = [pa.array(column, pa.string()) for column in _csv_columns(result)]
+        table = pa.Table.from_arrays(columns, names=result.columns)
+        with duckdb.connect() as con:
+            con.from_arrow(table).write_csv(str(path), header=True)
     elif path.suffix == ".parquet":
         result.write_parquet(str(path))
     else:

@@ -25,21 +25,28 @@ from typing import TYPE_CHECKING, Any, Self
 
 from anaphora.batch.client import Client, Reply, Target
 from anaphora.errors import AnaphoraError, InvalidArgument, MissingExtra
-from anaphora.functions.macros import MACROS, read_spec, structure
+from anaphora.functions.macros import MACROS, read_spec, row_fault, structure
 from anaphora.functions.run import Outcome, answer, check_endpoint, shorten
 from anaphora.functions.usage import Usage
 
 if TYPE_CHECKING:
     import duckdb
-    import pyarrow as pa
 
 _VARIABLE = "anaphora_run"  # of a connection: which run its query belongs to
 _MEMO_ROWS = 2**16
 _MAX_PASSES = 64
 _MAX_CALLS = 8  # of one function in a query; if there are more, their arguments are a column's
+_NO_CONSTANT = 'The "structure" argument in function "from_json" must be a constant'
+_CONSTANTS = (
+    "an AI function has a column or a subquery where a constant has to be: all arguments decide "
+    "the type but its texts, to_lang, and the labels of ai_classify and ai_mask; write the value"
+)
 _FIX = "failOnError => false keeps the other rows"
 # Which rows are looked at is then known only while the query runs, or differs from run to run.
-_ONCE = re.compile(r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE)"')
+_ONCE = re.compile(
+    r'"name": "(?:STREAMING_)?(?:LIMIT|LIMIT_PERCENT|\w*SAMPLE|REC\w*CTE\w*'
+    r'|\w*(?:INSERT|UPDATE|DELETE|MERGE_INTO|COPY)\w*)"'
+)
 _ONCE_IN_TEXT = re.compile(r"\b(?:table)?sample\b|/dev/(?:stdin|fd)", re.IGNORECASE)
 _numbers = itertools.count(1)
 
@@ -93,7 +100,7 @@ class Registration:
         on_done: Callable[[Reply], None] | None,
     ) -> None:
         self.client = client
-        self.usage = Usage()
+        self.usage = Usage("different row")
         self.num_rows_asked = 0  # those of usage, and those that are being computed
         self._con = con
         self._is_ours = is_ours
@@ -102,6 +109,7 @@ class Registration:
         self._runs: dict[str, _Run] = {}
         self._lock = threading.Lock()  # of sql: a connection is for one thread at a time
         self._is_interrupted = False
+        self._scans_all_frames: bool | None = None  # the setting to restore
         number = next(_numbers)
         self._answers, self._types = f"anaphora_ai_{number}", f"anaphora_type_{number}"
         self._create()
@@ -114,6 +122,7 @@ class Registration:
 
     def close(self) -> None:
         """Ends what was started; the functions stay and fail."""
+        self._restore()
         if self._is_ours:
             self.client.close()
 
@@ -137,29 +146,36 @@ class Registration:
         """The query's result, all of it, with each column as one planned batch.
 
         The query runs first to see which rows the functions are asked for, and again with their
-        values, as often as functions stand on others'. One that holds LIMIT or a sample, reads
-        standard input, calls ``random()`` and the like, asks at a temperature above 0, or is no
-        single SELECT, runs once, with a batch for each vector of rows. Raises DuckDB's errors,
-        ``RowFailed`` and ``InvalidArgument``.
+        values, as often as functions stand on others'. One that holds LIMIT, a sample, a
+        recursive CTE or one that writes, reads standard input, calls ``random()`` and the like,
+        asks at a temperature above 0, is in a transaction (which an error would end) or is no
+        single SELECT, runs once, with a batch for each vector of rows. The rows are held by DuckDB,
+        so that each column keeps its type. Raises DuckDB's errors, ``RowFailed`` and
+        ``InvalidArgument``.
         """
         with self._lock, self._interruptible(), self._running() as run:
             run.is_gathering = self._is_repeatable(query, params, run)
             for _ in range(_MAX_PASSES if run.is_gathering else 0):
                 run.begin()
-                result = self._execute(query, params, run)
+                result = self._gather(query, params, run)
                 if run.is_changing:
                     break
-                if not run.wanted:
-                    return self._con.from_arrow(result)
-                self._compute(run)
+                if run.wanted:
+                    self._compute(run)
+                elif result is not None:
+                    return result
+                else:
+                    break
             run.is_gathering = False
-            return self._con.from_arrow(self._execute(query, params, run))
+            return self._execute(query, params, run)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[_Run]:
         run, name = _Run(), f"{next(_numbers)}"
         con = self._con
+        self._restore()
         setting = con.execute("SELECT current_setting('python_scan_all_frames')").fetchone()
+        self._scans_all_frames = bool(setting and setting[0])
         con.execute(f"SET VARIABLE {_VARIABLE} = '{name}'")
         con.execute("SET python_scan_all_frames = true")  # the caller's tables, from in here
         self._runs[name] = run
@@ -167,9 +183,17 @@ class Registration:
             yield run
         finally:
             del self._runs[name]
-            with contextlib.suppress(Exception):  # in a transaction that failed; the run is over
-                con.execute(f"RESET VARIABLE {_VARIABLE}")
-                con.execute(f"SET python_scan_all_frames = {bool(setting and setting[0])}")
+            self._restore()
+
+    def _restore(self) -> None:
+        """The connection's settings as they were; the next time, while a failed transaction is
+        still open."""
+        if self._scans_all_frames is None:
+            return
+        with contextlib.suppress(Exception):
+            self._con.execute(f"RESET VARIABLE {_VARIABLE}")
+            self._con.execute(f"SET python_scan_all_frames = {self._scans_all_frames}")
+            self._scans_all_frames = None
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -205,7 +229,7 @@ class Registration:
         statements = self._con.extract_statements(query)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             return False
-        if _ONCE_IN_TEXT.search(query):
+        if _ONCE_IN_TEXT.search(query) or self._is_in_transaction():
             return False
         plan = self._explain(query, params, run)
         return plan is not None and not (_ONCE.search(plan) or self._volatile.search(plan))
@@ -220,6 +244,17 @@ class Registration:
             return None  # the query itself says better what is wrong with it
         return "\n".join(text for _, text in plan)
 
+    def _gather(self, query: str, params: Any, run: _Run) -> duckdb.DuckDBPyRelation | None:
+        """None if DuckDB raised an error: values that are NULL meanwhile may be why."""
+        import duckdb
+
+        try:
+            return self._execute(query, params, run)
+        except duckdb.InterruptException:
+            raise
+        except duckdb.Error:
+            return None
+
     @functools.cached_property
     def _volatile(self) -> re.Pattern[str]:
         found = self._con.execute(
@@ -228,12 +263,18 @@ class Registration:
         names = "|".join(re.escape(name) for (name,) in found if name != "error")
         return re.compile(rf"\b(?:{names})\(")
 
-    def _execute(self, query: str, params: Any, run: _Run) -> pa.Table:
+    def _is_in_transaction(self) -> bool:
+        numbers = [self._con.execute("SELECT txid_current()").fetchall() for _ in range(2)]
+        return numbers[0] == numbers[1]
+
+    def _execute(self, query: str, params: Any, run: _Run) -> duckdb.DuckDBPyRelation:
         try:
             relation = self._con.sql(query, params=params)
             if relation is not None:
-                return relation.to_arrow_table()
+                return relation.materialize()
         except Exception as error:
+            if _NO_CONSTANT in str(error) and "from_json" not in query:
+                raise InvalidArgument(_CONSTANTS) from None
             raise run.error or error from None
         raise InvalidArgument("the query is empty; give a statement")
 
@@ -301,6 +342,9 @@ class Registration:
         for index, key in enumerate(keys):
             if key is None:
                 continue
+            if (fault := row_fault(key[0])) is not None:
+                found[index] = Outcome(error=fault)
+                continue
             task, _ = read_spec(key[0])
             check_endpoint(task, self.client)
             known = run.outcomes.get(key)
@@ -315,14 +359,21 @@ class Registration:
         if run.is_gathering:
             run.wanted.update(dict.fromkeys(missing.values()))
         elif missing:
-            found.update(zip(missing, self._ask(list(missing.values())), strict=True))
+            # Where chance decides each row is asked, else each different one.
+            places = {
+                index: key if read_spec(key[0])[0].is_repeatable else index
+                for index, key in missing.items()
+            }
+            wanted = {places[index]: key for index, key in missing.items()}
+            outcomes = dict(zip(wanted, self._ask(list(wanted.values())), strict=True))
+            found.update((index, outcomes[place]) for index, place in places.items())
         return [self._write(key, found.get(index)) for index, key in enumerate(keys)]
 
     def _write(self, key: Key | None, outcome: Outcome | None) -> str | None:
         if key is None or outcome is None:
             return None
-        task, is_strict = read_spec(key[0])
-        if is_strict:
+        if row_fault(key[0]) is None and read_spec(key[0])[1]:
+            task, _ = read_spec(key[0])
             value = outcome.unwrap(f"{task.function}, row {shorten(key[1])}", _FIX)
         else:
             value = outcome.as_struct()

@@ -125,6 +125,9 @@ def test_equal_rows_are_asked_once_and_usage_counts(fake: FakeLLM, scripted: Cli
     assert (usage.num_rows, usage.num_requests) == (4, 2)
     assert usage.num_prompt_tokens == sum(len(one.prompt_token_ids) for one in fake.requests)
     assert "4 rows, 2 requests" in str(usage)
+    one = Usage("different row")
+    ai_gen(["a"], client=scripted, on_done=one.add)
+    assert str(one).startswith("1 different row, 1 request, ")
 
 
 def test_a_failed_row_names_itself_its_cause_and_the_fix(fake: FakeLLM, scripted: Client) -> None:
@@ -150,13 +153,44 @@ def test_a_row_that_is_too_long_fails_alone(scripted: Client) -> None:
     assert "4096 tokens" in bad["errorMessage"]
 
 
+@pytest.mark.parametrize("column", [["a"], pa.array(["a"]), pd.Series(["a"]), pl.Series(["a"])])
+@pytest.mark.parametrize("answer", ["9" * 400, "1e999", "NaN"])
+def test_answers_that_no_column_holds_fail_alone(
+    answer: str, column: Any, fake: FakeLLM, scripted: Client
+) -> None:
+    fake.enqueue(f'{{"result": {answer}}}')
+    values = ai_query("fake", column, return_type="DOUBLE", client=scripted, fail_on_error=False)
+    [value] = values.to_pylist() if isinstance(values, pa.Array) else list(values)
+    assert value["result"] is None
+    assert value["errorMessage"]
+
+
+def test_half_a_surrogate_pair_fails_alone(fake: FakeLLM, scripted: Client) -> None:
+    answers = ai_gen(["a", "\ud800"], client=scripted, fail_on_error=False)
+    assert answers[0] == {"result": "You said: a", "errorMessage": None}
+    assert "half a surrogate pair" in answers[1]["errorMessage"]
+    [pair] = ai_similarity(["\ud800"], ["a"], client=scripted, fail_on_error=False)
+    assert "half a surrogate pair" in pair["errorMessage"]
+    fake.enqueue('{"a": "\\ud800"}')
+    found = ai_extract(pa.array(["x"]), ["a"], client=scripted, fail_on_error=False)
+    assert "half a surrogate pair" in found.to_pylist()[0]["errorMessage"]
+
+
 def test_wrong_columns_are_named(scripted: Client) -> None:
     with pytest.raises(InvalidArgument, match="ai_gen, row 1: the value is int"):
         ai_gen(["a", 3], client=scripted)
     with pytest.raises(InvalidArgument, match="ai_gen's column is dict; give an Arrow array"):
         ai_gen({"a": 1}, client=scripted)
-    with pytest.raises(InvalidArgument, match="client is str; give"):
+    with pytest.raises(InvalidArgument, match="ai_gen's client is str; give"):
         ai_gen(["a"], client="http://127.0.0.1")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="ai_classify's client is missing; give an anaphora"):
+        ai_classify(["a"], ["b", "c"])  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match="ai_classify has no argument 'batch'; beside"):
+        ai_classify(["a"], ["b", "c"], client=scripted, batch=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match="ai_similarity has no argument 'rows'; beside"):
+        ai_similarity(["a"], "b", client=scripted, rows=["c"])  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match="endpoint is Series; give a model's name"):
+        ai_query(pd.Series(["a"]), "fake", client=scripted)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="'gpt', which is not served; served: fake"):
         ai_query("gpt", ["a"], client=scripted)
 

@@ -16,6 +16,21 @@ from anaphora.functions.tasks import FUNCTIONS, Task
 CITY = '{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
 
 
+OBJECT = '{"type":"object","properties":{"a":{"type":"string"}},"required":%s}'
+NESTED = '{"properties":' + '{"not":' * 3000 + "{}" + "}" * 3001
+
+
+def schema_of(**field: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": field}}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"not": schema}
+    return schema
+
+
 def reply(text: str, finish_reason: str = "stop", **more: Any) -> Reply:
     choice = {"message": {"content": text}, "finish_reason": finish_reason, **more}
     return Reply(200, {"choices": [choice]})
@@ -137,6 +152,13 @@ def test_similarity_is_of_two_tokens() -> None:
     assert task.known(tasks.pair("a", "b")) is None
     with pytest.raises(RowFailed, match="has no logprobs"):
         task.value("", reply("Yes"))
+    far = [{"token": t, "logprob": p} for t, p in (("Well", 0.0), ("Yes", -2000), ("No", -2000))]
+    first = {**far[1], "top_logprobs": far}
+    assert task.value("", reply("Yes", logprobs={"content": [first]})) == 0.5
+    for wrong in (None, "x", [], -math.inf):
+        first = {"token": "Yes", "logprob": wrong, "top_logprobs": []}
+        with pytest.raises(RowFailed, match="logprob"):
+            task.value("", reply("Yes", logprobs={"content": [first]}))
     with pytest.raises(RowFailed, match="neither Yes nor No"):
         of("Well", {"Well": 0.9, "Yes": 0.1})
 
@@ -193,6 +215,19 @@ def test_answers_of_ai_query(
             "both returnType and responseFormat",
         ),
         (lambda: tasks.ai_query("m", return_type="DATE"), "returnType is 'DATE', which has"),
+        (lambda: tasks.ai_query("m", return_type=5), "returnType is 5; give a type"),
+        (lambda: tasks.ai_query("m", return_type="ARRAY<" * 2000), "more than 12 levels"),
+        (lambda: tasks.ai_extract(schema_of(enum=5)), "an enum that is a number"),
+        (lambda: tasks.ai_extract(schema_of(type=5)), "has the type 5; give a name"),
+        (lambda: tasks.ai_extract(schema_of(type=[["x"]])), r"type \[\['x'\]\]; give a name"),
+        (lambda: tasks.ai_extract(json.loads(OBJECT % "5")), "has required 5; give an array"),
+        (lambda: tasks.ai_extract(OBJECT % '[["x"]]'), "has required .*; give an array"),
+        (lambda: tasks.ai_extract(schema_of(**nested(3000))), "nested too deeply"),
+        (lambda: tasks.ai_extract(NESTED), "nested too deeply"),
+        (lambda: tasks.ai_query("m", response_format=NESTED), "nested too deeply"),
+        (lambda: tasks.ai_extract(schema_of(const=math.nan)), "schema is no JSON"),
+        (lambda: tasks.ai_gen(model_parameters={"temperature": math.nan}), "temperature nan; it"),
+        (lambda: tasks.ai_gen(model_parameters='{"top_p": -Infinity}'), "top_p -inf; it must be"),
         (lambda: tasks.ai_classify(["a"]), "labels are 1; 2 to 500 are allowed"),
         (lambda: tasks.ai_classify([str(i) for i in range(501)]), "labels are 501; 2 to 500"),
         (lambda: tasks.ai_classify(["a", ""]), "must be text of 1 to 100 characters"),

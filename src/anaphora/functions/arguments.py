@@ -7,6 +7,7 @@ SQL hands over nested values as JSON, and MAPs with texts as their values, so bo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ def read_fields(labels: Any) -> tuple[dict[str, str] | None, Any]:
     """What ``ai_extract`` looks for: (labels, None), or (None, a JSON schema)."""
     parsed = _parse_json(labels)
     if isinstance(parsed, Mapping) and ("properties" in parsed or "$ref" in parsed):
-        return None, settled(parsed)
+        return None, _settled(parsed, "ai_extract's schema")
     found = read_labels(parsed, "ai_extract")
     check_field_names(list(found), "ai_extract's labels")
     return found, None
@@ -113,6 +114,11 @@ def read_model_parameters(parameters: Any, function: str) -> dict[str, Any]:
             raise InvalidArgument(
                 f"{function}'s modelParameters have {name!r:.60}, which is not known; there are "
                 f"{', '.join(MODEL_PARAMETERS)}"
+            )
+        value = given[name]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidArgument(
+                f"{function}'s modelParameters have {name} {value}; it must be a finite number"
             )
     return {name: value for name, value in given.items() if value is not None}
 
@@ -177,8 +183,20 @@ def read_response_format(given: Any) -> tuple[str, Any, str | None]:
                 raise InvalidArgument(
                     f"{argument} has no json_schema.schema; give the schema there"
                 )
-            return "json_schema", settled(inner["schema"]), None
-    return "json_schema", settled(parsed), None
+            return "json_schema", _settled(inner["schema"], argument), None
+    return "json_schema", _settled(parsed, argument), None
+
+
+def _settled(schema: Any, argument: str) -> Any:
+    try:
+        settled_schema = settled(schema)
+        json.dumps(settled_schema, allow_nan=False)
+    except (RecursionError, TypeError, ValueError) as error:
+        why = (
+            "is nested too deeply" if isinstance(error, RecursionError) else f"is no JSON: {error}"
+        )
+        raise InvalidArgument(f"{argument} {why:.120}; give a simpler schema") from None
+    return settled_schema
 
 
 def _mapping(given: Any, argument: str) -> dict[str, Any]:
@@ -197,4 +215,6 @@ def _parse_json(value: Any) -> Any:
             return json.loads(value)
         except ValueError:
             return value
+        except RecursionError:
+            raise InvalidArgument(f"{value!r:.60} is nested too deeply") from None
     return value

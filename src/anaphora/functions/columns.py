@@ -161,18 +161,28 @@ def ai_similarity(
         None if a is None or b is None else tasks.pair(a, b)
         for a, b in zip(firsts, seconds, strict=True)
     ]
-    return _map(task, first, rows=rows, **running)
+    return _map(task, first, rows, **running)
 
 
 def _map(
     task: Task,
     column: Column,
+    rows: Sequence[str | None] | None = None,
+    /,
     *,
-    client: Client,
+    client: Client | None = None,
     fail_on_error: bool = True,
     on_done: OnDone | None = None,
-    rows: Sequence[str | None] | None = None,
+    **unknown: Any,
 ) -> Column:
+    if unknown:
+        raise InvalidArgument(
+            f"{task.function} has no argument {next(iter(unknown))!r}; beside its own it has "
+            "client, fail_on_error, on_done and model_parameters"
+        )
+    if not isinstance(client, Client):
+        given = "missing" if client is None else type(client).__name__
+        raise InvalidArgument(f"{task.function}'s client is {given}; give an anaphora.Client")
     texts = read_column(column, task) if rows is None else rows
     values = map_rows(task, texts, client, fail_on_error=fail_on_error, on_done=on_done)
     shape = task.shape if fail_on_error else with_error(task.shape)
@@ -188,8 +198,6 @@ def map_rows(
     on_done: OnDone | None = None,
 ) -> list[Any]:
     """Values of a column's rows. Raises ``RowFailed`` for the first that failed."""
-    if not isinstance(client, Client):
-        raise InvalidArgument(f"client is {type(client).__name__}; give an anaphora.Client")
     present = [index for index, row in enumerate(rows) if row is not None]
     outcomes = answer(client, [(task, rows[index] or "") for index in present], on_done)
     values: list[Any] = [None] * len(rows)

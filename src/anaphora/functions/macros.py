@@ -10,6 +10,7 @@ import functools
 import json
 from typing import Any
 
+from anaphora.errors import InvalidArgument
 from anaphora.functions.arguments import read_boolean
 from anaphora.functions.shapes import with_error
 from anaphora.functions.tasks import FUNCTIONS, Task
@@ -89,10 +90,28 @@ def read_spec(spec: str) -> tuple[Task, bool]:
 
 
 @functools.lru_cache(maxsize=4096)
+def row_fault(spec: str) -> str | None:
+    """What is wrong with a row's own arguments, where that is the row's error; None if nothing is.
+
+    Raises ``InvalidArgument`` where it is the query's.
+    """
+    try:
+        read_spec(spec)
+    except InvalidArgument as error:
+        if _read_bound(json.loads(spec))[1]:
+            raise
+        return str(error)
+    return None
+
+
+def _read_bound(arguments: dict[str, Any]) -> tuple[Task, bool]:
+    valid = _OF_ROWS.get(arguments["function"], {})
+    return read_spec(json.dumps({**arguments, **valid}))
+
+
+@functools.lru_cache(maxsize=4096)
 def structure(spec: str) -> str:
     """The type of a bound call's values, for DuckDB's ``from_json``. Raises ``InvalidArgument``."""
-    arguments = json.loads(spec)
-    valid = _OF_ROWS.get(arguments["function"], {})
-    task, is_strict = read_spec(json.dumps({**arguments, **valid}))
+    task, is_strict = _read_bound(json.loads(spec))
     shape = task.shape if is_strict else with_error(task.shape)
     return json.dumps(shape.duckdb())

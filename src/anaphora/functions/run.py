@@ -8,10 +8,11 @@ from typing import Any
 
 from anaphora.batch.client import Client, Reply
 from anaphora.errors import InvalidArgument, RowFailed
-from anaphora.functions.tasks import Task
+from anaphora.functions.tasks import Task, is_unicode
 
 OnDone = Callable[[Reply], None]
 _SHOWN_CHARS = 40
+_NO_TEXT = "the row has half a surrogate pair, which is no text: leave it out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,9 @@ def answer(
     outcomes: list[Outcome | None] = [None] * len(rows)
     asked: list[int] = []
     for index, (task, row) in enumerate(rows):
-        if (value := task.known(row)) is not None:
+        if not is_unicode(row):
+            outcomes[index] = Outcome(error=_NO_TEXT)
+        elif (value := task.known(row)) is not None:
             outcomes[index] = Outcome(value)
         else:
             asked.append(index)
@@ -53,7 +56,7 @@ def answer(
         try:
             outcomes[index] = Outcome(task.value(row, reply))
         except RowFailed as error:
-            outcomes[index] = Outcome(error=str(error))
+            outcomes[index] = Outcome(error=str(error).encode(errors="replace").decode())
     return [outcome for outcome in outcomes if outcome is not None]
 
 

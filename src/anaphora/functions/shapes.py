@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -61,7 +62,9 @@ class Shape:
         if value is None and (self.is_nullable or self.kind == "json"):
             return None
         if self.kind == "json":
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            if isinstance(value, str):
+                return value
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
         is_of_type = isinstance(value, _PYTHON_TYPES[self.kind])
         if not is_of_type or isinstance(value, bool) != (self.kind == "boolean"):
             raise ValueError(f"{where} is {_describe(value)}; {self.kind} was asked for")
@@ -73,7 +76,7 @@ class Shape:
             return [self.items.fit(item, f"{where}[{i}]") for i, item in enumerate(value)]
         if self.kind == "object":
             return dict(self._fit_fields(value, where))
-        return float(value) if self.kind in ("number", "float") else value
+        return _finite(value, where) if self.kind in ("number", "float") else value
 
     def _fit_fields(self, value: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
         for name, shape in self.fields.items():
@@ -153,12 +156,16 @@ class _Reader:
 
     def _of_type(self, schema: dict[str, Any], level: int, refs: frozenset[str]) -> Shape:
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if choices is not None and not isinstance(choices, list):
+            raise self._error(f"has an enum that is {_describe(choices)}; give an array")
         if choices is not None and len(choices) > MAX_ENUM_VALUES:
             raise self._error(f"has an enum of {len(choices)} values; {MAX_ENUM_VALUES} at most")
         kinds = schema.get("type")
         if kinds is None and choices and all(isinstance(one, str) for one in choices):
             kinds = "string"
-        kinds = [kinds] if isinstance(kinds, str) else kinds or []
+        kinds = [kinds] if isinstance(kinds, str) else [] if kinds is None else kinds
+        if not _is_texts(kinds):
+            raise self._error(f"has the type {kinds!r:.40}; give a name, or an array of names")
         typed = [kind for kind in kinds if kind != "null"]
         is_nullable = len(typed) < len(kinds)
         if len(typed) != 1:
@@ -186,8 +193,10 @@ class _Reader:
             raise self._error(f"has more than {MAX_FIELDS} fields")
         check_field_names(list(properties), self._argument)
         fields = {name: self.read(one, level + 1, refs) for name, one in properties.items()}
-        required = frozenset(schema.get("required", ()))
-        return Shape("object", is_nullable, fields=fields, required=required)
+        required = schema.get("required", [])
+        if not _is_texts(required):
+            raise self._error(f"has required {required!r:.40}; give an array of names")
+        return Shape("object", is_nullable, fields=fields, required=frozenset(required))
 
     def _resolve(self, ref: str) -> Any:
         found = self._root
@@ -219,8 +228,10 @@ def parse_ddl(text: str, argument: str) -> dict[str, Any]:
 
     Raises ``InvalidArgument`` that names the part which cannot be read.
     """
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{argument} is {text!r:.60}; give a type as text, as 'INT'")
     parser = _Ddl(text, argument)
-    schema = parser.type()
+    schema = parser.type(1)
     parser.end()
     return schema
 
@@ -232,16 +243,19 @@ class _Ddl:
         self._argument = argument
         self._at = 0
 
-    def type(self) -> dict[str, Any]:
+    def type(self, level: int) -> dict[str, Any]:
+        """The type that begins here, ``level`` types deep."""
+        if level > MAX_LEVELS:
+            raise self._error(f"has more than {MAX_LEVELS} levels")
         word = self._next()
         match word.upper():
             case "ARRAY":
                 self._take("<")
-                items = self.type()
+                items = self.type(level + 1)
                 self._take(">")
                 return {"type": "array", "items": items}
             case "STRUCT":
-                return self._struct()
+                return self._struct(level)
             case name if name in _INTEGER_BITS:
                 bound = min(2 ** (_INTEGER_BITS[name] - 1) - 1, MAX_INTEGER)
                 return {"type": "integer", "minimum": -bound, "maximum": bound}
@@ -256,14 +270,14 @@ class _Ddl:
         if self._at < len(self._words):
             raise self._error(f"goes on after its end with {self._words[self._at]!r:.40}")
 
-    def _struct(self) -> dict[str, Any]:
+    def _struct(self, level: int) -> dict[str, Any]:
         self._take("<")
         fields: dict[str, Any] = {}
         while True:
             name = self._next().strip("`")
             if self._peek() == ":":
                 self._take(":")
-            fields[name] = self.type()
+            fields[name] = self.type(level + 1)
             word = self._next()
             if word == ">":
                 break
@@ -291,6 +305,20 @@ class _Ddl:
 
     def _error(self, message: str) -> InvalidArgument:
         return InvalidArgument(f"{self._argument} is {self._text!r:.80}, which {message}")
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+
+
+def _finite(value: float, where: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{where} is a number that a DOUBLE cannot hold")
+    return number
 
 
 def _describe(value: Any) -> str:

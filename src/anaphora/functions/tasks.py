@@ -85,7 +85,13 @@ class Task:
         """The row's value, JSON-compatible. Raises ``RowFailed`` that names the cause."""
         if reply.error is not None:
             raise RowFailed(f"AI_FUNCTION_HTTP_REQUEST_ERROR: {reply.error}")
-        return self.read(row, reply)
+        value = self.read(row, reply)
+        if not is_unicode(json.dumps(value, ensure_ascii=False)):
+            raise RowFailed(
+                f"AI_FUNCTION_HTTP_PARSE_CAST_ERROR: the answer {reply.text!r:.60} has half a "
+                "surrogate pair, which is no text: ask in other words"
+            )
+        return value
 
 
 def ai_query(
@@ -97,7 +103,10 @@ def ai_query(
 ) -> Task:
     """The row is the prompt. ``endpoint`` is the name of a model or an adapter."""
     if not isinstance(endpoint, str) or not endpoint:
-        raise InvalidArgument(f"ai_query's endpoint is {endpoint!r:.60}; give a model's name")
+        shown = repr(endpoint) if isinstance(endpoint, str) else type(endpoint).__name__
+        raise InvalidArgument(
+            f"ai_query's endpoint is {shown}; give a model's name, and the prompts after it"
+        )
     parameters = arguments.read_model_parameters(model_parameters, "ai_query")
     kind, schema, field = arguments.read_response_format(response_format)
     if return_type is not None and kind != "text":
@@ -245,6 +254,15 @@ def pair(first: str, second: str) -> str:
     return json.dumps([first, second], ensure_ascii=False)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _task(
     function: str,
     shape: Shape,
@@ -353,22 +371,24 @@ def _read_yes(_: str, reply: Reply) -> float:
     """From the 20 best tokens; one that is not among them counts as much as the last of these."""
     try:
         first = reply.body["choices"][0]["logprobs"]["content"][0]
-        top = {one["token"]: one["logprob"] for one in first["top_logprobs"]}
-    except (KeyError, IndexError, TypeError):
+        top = {one["token"]: float(one["logprob"]) for one in [*first["top_logprobs"], first]}
+        rest = min(top.values())
+        yes, no = (
+            [p for token, p in top.items() if token and label.startswith(token)] or [rest]
+            for label in ("Yes", "No")
+        )
+    except (LookupError, TypeError, ValueError):
         raise RowFailed(
             "AI_FUNCTION_HTTP_PARSE_COLUMNS_ERROR: the answer has no logprobs; ai_similarity "
             "needs a server that gives them"
         ) from None
-    top[first["token"]] = first["logprob"]
-    rest = min(top.values())
-    yes, no = (
-        sum(math.exp(p) for token, p in top.items() if token and label.startswith(token))
-        or math.exp(rest)
-        for label in ("Yes", "No")
-    )
     if not reply.text or not any(label.startswith(reply.text) for label in ("Yes", "No")):
         raise _unreadable(reply, "neither Yes nor No", "structured_outputs")
-    return yes / (yes + no)
+    best = max(*yes, *no)
+    if not math.isfinite(best):
+        raise _unreadable(reply, "without a logprob that is a number", "logprobs")
+    weights = [sum(math.exp(p - best) for p in found) for found in (yes, no)]
+    return weights[0] / sum(weights)
 
 
 def _unreadable(reply: Reply, what: str, field: str) -> RowFailed:

@@ -8,9 +8,13 @@ from anaphora.batch.client import Reply
 
 
 class Usage:
-    """Counts replies; ``add`` is what ``on_done`` wants. Several threads may."""
+    """Counts replies; ``add`` is what ``on_done`` wants. Several threads may.
 
-    def __init__(self) -> None:
+    ``row`` is what ``str`` calls a row: in SQL only different ones are asked.
+    """
+
+    def __init__(self, row: str = "row") -> None:
+        self._row = row
         self.num_rows = 0
         self.num_requests = 0  # fewer than rows where rows are equal
         self.num_prompt_tokens = 0
@@ -38,7 +42,12 @@ class Usage:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_rows} rows, {self.num_requests} requests, "
-            f"{self.num_prompt_tokens} prompt tokens, {self.num_cached_tokens} of them cached "
-            f"({self.cached_share:.0%}), {self.num_completion_tokens} completion tokens"
+            f"{_count(self.num_rows, self._row)}, {_count(self.num_requests, 'request')}, "
+            f"{_count(self.num_prompt_tokens, 'prompt token')}, {self.num_cached_tokens} of them "
+            f"cached ({self.cached_share:.0%}), "
+            f"{_count(self.num_completion_tokens, 'completion token')}"
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
