@@ -49,7 +49,6 @@ _INTERRUPTED = 130
 _SHOWN_ERRORS = 5
 _PROBE_ROWS = 16  # that measure the speed for a plan
 _SALTED_ROWS = 4  # of them without any hit
-CHAT = "/v1/chat/completions"
 
 Source = Annotated[
     Path,
@@ -345,10 +344,11 @@ class _Show:
         counts = work.counts()
         seconds = time.monotonic() - self._started
         tokens = self._tokens
-        shown = table("")
-        shown.title = None
+        shown = table()
         shown.add_row("output", str(out.path))
         shown.add_row("rows", f"{counts.num_rows:,}")
+        if self._num_before:
+            shown.add_row("of them from before", f"{self._num_before:,}")
         num_copies = counts.num_rows - counts.num_requests - counts.num_unusable
         if num_copies:
             shown.add_row("of them copies", f"{num_copies:,}, answered by an equal row")
@@ -360,8 +360,6 @@ class _Show:
                 "prompt tokens", f"{tokens['prompt']:,}, {share:.1%} of them from the cache"
             )
             shown.add_row("answer tokens", f"{tokens['completion']:,}")
-        if self._num_before:
-            shown.add_row("of them from before", f"{self._num_before:,}")
         rate = (counts.num_rows - self._num_before) / seconds
         shown.add_row("time", f"{_duration(seconds)}, {rate:,.1f} rows/s")
         self._console.print(shown)
@@ -474,6 +472,8 @@ class _Speed:
     @classmethod
     def measure(cls, client: Client, work: WorkFile) -> _Speed | None:
         """None if no row could be answered."""
+        from anaphora.batch.client import CHAT
+
         rows = work.sample(_PROBE_ROWS)
         salted = [
             {**body, "max_tokens": 1, "cache_salt": secrets.token_hex(8)}

@@ -131,7 +131,7 @@ class _FoldedTable(Table):
         return super().__rich_console__(console, options)
 
 
-def table(title: str) -> Table:
+def table(title: str | None = None) -> Table:
     """Names and values, without a header."""
     result = Table(title=title, title_justify="left", show_header=False)
     result.add_column(style="bold")

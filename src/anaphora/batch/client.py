@@ -193,7 +193,7 @@ class Client:
         if self._is_closed:
             raise EngineUnavailable("the client was closed; open another")
         done: queue.SimpleQueue[tuple[K, Reply | BaseException]] = queue.SimpleQueue()
-        running: set[asyncio.Task[None]] = set()
+        running: set[asyncio.Task[Any]] = set()
         left = iter(requests)
         num_running, is_exhausted = 0, False
 
@@ -305,7 +305,7 @@ def _refused(error: RequestError) -> Reply:
     return Reply(error.status, {"error": {"message": str(error), "param": error.param}})
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
     left = list(tasks)
     for task in left:
         task.cancel()
@@ -313,10 +313,7 @@ async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
 
 
 async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await _cancel({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
 
 
 async def _open(target: Target, api_key: str | None) -> _Backend:

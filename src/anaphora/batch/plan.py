@@ -45,7 +45,8 @@ def num_shared_blocks(key: bytes, other: bytes) -> int:
     low, high = 0, min(len(key), len(other)) // _NODE_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        if key[: middle * _NODE_BYTES] == other[: middle * _NODE_BYTES]:
+        last = slice((middle - 1) * _NODE_BYTES, middle * _NODE_BYTES)
+        if key[last] == other[last]:  # chained: what comes before is equal too
             low = middle
         else:
             high = middle - 1
@@ -60,7 +61,6 @@ class HitEstimate:
 
     def __init__(self, num_cache_blocks: int | None) -> None:
         self.num_prompts = 0
-        self.num_blocks = 0
         self.num_hits = 0
         self._capacity = num_cache_blocks
         self._cached: OrderedDict[bytes, None] = OrderedDict()
@@ -80,6 +80,5 @@ class HitEstimate:
             while len(self._cached) > self._capacity:
                 self._cached.popitem(last=False)
         self.num_prompts += 1
-        self.num_blocks += len(nodes)
         self.num_hits += num_hits
         return num_hits

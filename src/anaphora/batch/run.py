@@ -83,7 +83,6 @@ class Batch:
             self._schema = _schema_of(options.response_schema)
             self._check_columns()
         self._stat = options.source.stat()
-        self.proposals: list[Proposal] = []
         if options.reorder_columns:
             self._template = self._reorder()
 
@@ -268,13 +267,13 @@ class Batch:
     def _reorder(self) -> PromptTemplate:
         """The template with its lines of columns in the order proposed for the data."""
         assert self._template is not None
-        self.proposals = self.propose()
-        if not self.proposals:
+        proposals = self.propose()
+        if not proposals:
             raise ConfigError(
                 "--reorder-columns finds nothing to reorder: the template has no two lines that "
                 "follow each other with one {{ column }} each"
             )
-        return self._template.reordered([proposal.column_order for proposal in self.proposals])
+        return self._template.reordered([proposal.column_order for proposal in proposals])
 
     def propose(self) -> list[Proposal]:
         """For each run of lines with columns in the template, their best order."""

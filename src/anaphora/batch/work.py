@@ -74,7 +74,7 @@ class Result(msgspec.Struct, omit_defaults=True):
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How far a batch is; tokens are those of computed rows."""
+    """How far a batch is."""
 
     num_rows: int  # 0 until the input is read
     num_unusable: int
